@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cornstarch.cost.efficiency import Efficiency, find_efficiency
 from cornstarch.cost.segments import ModuleCall
 from cornstarch.cost.tracer import DTYPE_NAMES, Operation, Trace, trace_memory
 from cornstarch.errors import ConfigError
@@ -53,27 +54,6 @@ class CallCost:
 
 
 @dataclass(frozen=True)
-class Efficiency:
-    """The fractions of a device's peak figures that programs reach."""
-
-    matrices: float
-    attention: float
-    """Of the peak of matrices; the next one, too."""
-    attention_backward: float
-    memory: float
-    start: float
-    """Seconds to launch a kernel, or to call the next operation of a program that is not compiled."""
-    few_tiles: float = 0.0
-    """Results of this many tiles of 128 × 128 are computed at half the speed of large ones."""
-
-
-# An H200's large products reach 747 of 989 TFLOP/s; those of a step 704; attention (cuDNN) 500 forward, 390 backward.
-ON_GPU = Efficiency(matrices=0.70, attention=0.50, attention_backward=0.39, memory=0.86, start=7e-6, few_tiles=8.0)
-ON_MEASURED_GPU = replace(ON_GPU, matrices=0.94, attention=0.66, attention_backward=0.52, memory=0.95)
-ON_CPU = Efficiency(matrices=0.85, attention=0.35, attention_backward=0.35, memory=0.55, start=8e-6)
-
-
-@dataclass(frozen=True)
 class DeviceSpeed:
     device: Device
     efficiency: Efficiency
@@ -89,8 +69,7 @@ class DeviceSpeed:
                 f"The memory bandwidth of {device.name} is not known. Describe the device in a file with "
                 "`device.bandwidth`, or measure it: cornstarch doctor --measure."
             )
-        on_gpu = ON_MEASURED_GPU if is_measured else ON_GPU
-        return cls(device, ON_CPU if device.is_cpu else on_gpu)
+        return cls(device, find_efficiency(device, is_measured))
 
     def product(self, one: Operation) -> float:
         """Return the seconds of a product, or of one of its gradients."""
@@ -124,6 +103,8 @@ class ComputeSetting:
     is_causal: bool
     labels: int
     """Tokens of a microbatch that have a label: the head computes no others."""
+    budget: float = 1.0
+    """The fraction of their activations that compiled layers keep (`loop.activation_budget`)."""
 
 
 class AnalyticCost:
@@ -152,13 +133,14 @@ class AnalyticCost:
         is_fused = setting.compiled and call.is_layer
         kernels = list(list_memory_kernels(trace, is_fused))
         cost = _add_times(trace, kernels, self.speed)
+        kept, again = _apply_budget(list_kept(trace, is_fused), trace, self.speed, setting.budget if is_fused else 1.0)
         outputs = sum(trace.outputs.values())
         if not call.has_upstream and not call.is_trained:
             most = max((one.read + one.written for one in kernels), default=0)
             return replace(cost, input_gradient=0.0, weight_gradient=0.0, working=most, output=outputs)
+        cost = replace(cost, input_gradient=cost.input_gradient + again)
         if not call.has_upstream:  # gradients inside it lead to its own weights
             cost = replace(cost, input_gradient=0.0, weight_gradient=cost.weight_gradient + cost.input_gradient)
-        kept = count_kept_bytes(trace, is_fused)
         largest_input = max((one.numel() * one.element_size() for one in call.inputs), default=0)
         most = max((one.written + one.gradients_written + one.rewritten for one in kernels), default=0)
         backward = sum(
@@ -303,12 +285,34 @@ def _fuse(operations: Sequence[Operation]) -> list[list[Operation]]:
     return list(groups.values())
 
 
-def count_kept_bytes(trace: Trace, is_fused: bool) -> int:
-    """Return the bytes kept for the backward pass."""
+def _apply_budget(
+    kept: Mapping[StorageWeakRef, int], trace: Trace, speed: DeviceSpeed, budget: float
+) -> tuple[int, float]:
+    """Return the bytes that are kept within a budget, and the seconds of the products that are recomputed instead.
+
+    As the compiler does, the cheapest are recomputed until the fraction `budget` of all bytes is left.
+    """
+    left, again = sum(kept.values()), 0.0
+    most = left * budget
+    makers = {storage: one for one in trace.operations if one.flops for storage in one.writes}
+    costs = {
+        storage: speed.attention(makers[storage]) if makers[storage].is_attention else speed.product(makers[storage])
+        for storage in kept
+        if storage in makers
+    }
+    for storage in sorted(costs, key=lambda one: costs[one] / max(1, kept[one])):
+        if left <= most:
+            break
+        left, again = left - kept[storage], again + costs[storage]
+    return left, again
+
+
+def list_kept(trace: Trace, is_fused: bool) -> dict[StorageWeakRef, int]:
+    """Return the bytes of the storages that are kept for the backward pass."""
     # What autograd saves, without weights and copies of them.
     saved = {storage: size for storage, size in trace.saved.sizes.items() if storage not in trace.own}
     if not is_fused:
-        return sum(saved.values())
+        return saved
     # Compiled layers keep what attention reads and writes; of the rest they recompute what follows from fewer bytes
     # without products.
     kept: dict[StorageWeakRef, int] = {}
@@ -318,7 +322,7 @@ def count_kept_bytes(trace: Trace, is_fused: bool) -> int:
     makers = {storage: (one, size) for one in trace.operations for storage, size in one.writes.items()}
     for storage, size in saved.items():
         kept.update(_find_smallest(storage, size, makers, kept, trace, {}))
-    return sum(kept.values())
+    return kept
 
 
 def _find_smallest(

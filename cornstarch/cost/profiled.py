@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from cornstarch.compat.compiler import set_activation_budget
 from cornstarch.cost.activations import materialize
-from cornstarch.cost.analytic import ON_CPU, ON_GPU, AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
+from cornstarch.cost.analytic import AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
+from cornstarch.cost.efficiency import ON_CPU, ON_GPU
 from cornstarch.cost.segments import ModuleCall
 from cornstarch.kernels.compile import compile_layers
 from cornstarch.kernels.cross_entropy import linear_cross_entropy

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from statistics import NormalDist
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.communication import BETWEEN_NODES, LINKS, Link
+from cornstarch.plan.communication import BETWEEN_NODES, LINKS, Link, join_links
 from cornstarch.plan.data_statistics import write_text
 
 KEPT_FREE = 0.05
 """The fraction of a device's memory that plans leave free: driver, libraries, fragmentation."""
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Data types of matrix multiplications; tf32 must be enabled by the program."""
+REACHED = ("products", "attention", "attention_backward", "memory")
+"""What programs reach a fraction of: the peak rate in products of matrices and attention, the memory's bandwidth."""
 MOST_IN_A_NODE = 16
 """More GPUs than this in a node are treated as a typo in a name; a file may describe larger nodes."""
 
@@ -44,11 +48,38 @@ class Device:
     """Bytes per second read from or written to its memory; None: unknown."""
     link: str | None = None
     """The link between several of them in a node, by its name in `cornstarch.plan.communication.LINKS`."""
+    full_power: float | None = None
+    """Watts of the vendor's limit; None: unknown."""
+    power: float | None = None
+    """Watts that it is limited to. Default: the vendor's limit."""
+    spread: float = 0.0
+    """The standard deviation of the speed of equal devices, relative to the mean."""
+    slowdown: float = 0.0
+    """How much slower it computes while it communicates: 0.19 is 19 % more time."""
+    reached: tuple[tuple[str, float], ...] = ()
+    """The fractions of its peak figures that programs reach (`REACHED`). Default: those of docs/costs.md."""
 
     @property
     def is_cpu(self) -> bool:
         """Whether the device is a machine's cores, which also move the messages between ranks of that machine."""
         return self.name == "cpu"
+
+    @property
+    def clock(self) -> float:
+        """The clock that the power limit leaves to products of matrices, relative to that at the vendor's limit.
+
+        Power grows with the clock and the square of the voltage, which grows with the clock: with its third power.
+        """
+        if self.power is None or self.full_power is None:
+            return 1.0
+        return min(1.0, (self.power / self.full_power) ** (1 / 3))
+
+    def find_slowest(self, devices: int) -> float:
+        """Return the time that the slowest of this many devices takes, relative to the mean of all."""
+        # The expected maximum of normal variables, by Blom's formula; one device is as fast as the mean.
+        if devices < 2 or not self.spread:
+            return 1.0
+        return 1 + self.spread * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
     @property
     def usable(self) -> int:
@@ -102,6 +133,18 @@ _OTHER_ROWS: dict[tuple[str, str], _Row] = {
     ("A100-40", "pcie"): ("A100-40-PCIe", 39.4, 1555, 19.5, 156, 312, None, "PCIe 4"),
 }
 _WITHOUT_BF16 = ("V100-32", "V100-16", "T4")
+# Sinha et al., "Not All GPUs Are Created Equal" (SC'22): 8 % variation on average among equal GPUs of a cluster, about
+# the range of 300 devices with this standard deviation.
+_SPREAD = 0.014
+# "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning" (arXiv 2507.03114): on
+# average; collectives take multiprocessors, memory bandwidth and power.
+_SLOWDOWN = 0.189
+# Watts, from the same data sheets.
+_POWER = {
+    "B200": 1000, "H200": 700, "H100": 700, "H100-PCIe": 350, "H100-NVL": 400, "A100-80": 400, "A100-40": 400,
+    "A100-80-PCIe": 300, "A100-40-PCIe": 250, "L40S": 350, "L4": 72, "A40": 300, "A10": 150, "RTX-A6000": 300,
+    "RTX-5090": 575, "RTX-4090": 450, "RTX-3090": 350, "V100-32": 300, "V100-16": 300, "T4": 70, "MI300X": 750,
+}  # fmt: skip
 
 
 def _build_device(row: _Row) -> Device:
@@ -109,7 +152,8 @@ def _build_device(row: _Row) -> Device:
     has_bf16 = name not in _WITHOUT_BF16
     tera = {"fp32": fp32, "tf32": tf32, "bf16": half if has_bf16 else None, "fp16": half, "fp8": fp8}
     rates = tuple((dtype, rate * 1e12) for dtype, rate in tera.items() if rate is not None)
-    return Device(name, int(gibibytes * 2**30), has_bf16, half * 1e12, rates, memory * 1e9, link)
+    known = Device(name, int(gibibytes * 2**30), has_bf16, half * 1e12, rates, memory * 1e9, link)
+    return replace(known, full_power=_POWER[name], spread=_SPREAD, slowdown=_SLOWDOWN)
 
 
 DEVICES = {row[0]: _build_device(row) for row in _ROWS}
@@ -253,7 +297,10 @@ class Cluster:
         return self.nodes * self.per_node
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link that a group of ranks crosses; for a single rank, the link inside a node."""
+        """Return the link that a group of ranks communicates over; for a single rank, the link inside a node.
+
+        A group with several ranks in every node of its own sends over the network cards of all of them (`join_links`).
+        """
         different = set(ranks)
         lowest, highest = min(different, default=0), max(different, default=0)
         if lowest < 0 or highest >= self.devices:
@@ -261,9 +308,8 @@ class Cluster:
             raise ConfigError(f"rank {outside}: {self.name or 'the cluster'} has ranks 0 to {self.devices - 1}.")
         if lowest // self.per_node == highest // self.per_node:
             return self.inside
-        if len({rank // self.per_node for rank in different}) == len(different):  # no two of them in one node
-            return self.between
-        return min(self.between, self.inside, key=lambda link: link.bandwidth)
+        members = Counter(rank // self.per_node for rank in different)
+        return join_links(self.inside, self.between, len(members), min(members.values()), one_ring=self.device.is_cpu)
 
     def describe(self) -> str:
         """Return the cluster on one line."""

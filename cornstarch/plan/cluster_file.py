@@ -14,11 +14,11 @@ from typing import Any, Literal
 from cornstarch.errors import ConfigError
 from cornstarch.plan import cluster as catalogue
 from cornstarch.plan import validation as mistakes
-from cornstarch.plan.cluster import DTYPES, Cluster, Device, find_node_link
+from cornstarch.plan.cluster import DTYPES, REACHED, Cluster, Device, find_node_link
 from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Link
 from cornstarch.plan.validation import Mistake, format_value, suggestion
 
-Unit = Literal["B", "B/s", "s", "FLOP/s"]
+Unit = Literal["B", "B/s", "s", "FLOP/s", "W"]
 
 _BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BITS = {"kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8}
@@ -27,12 +27,14 @@ _UNITS: dict[Unit, dict[str, float]] = {
     "B/s": {f"{name}/s": factor for name, factor in _BYTES.items()} | _BITS,
     "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
     "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
+    "W": {"W": 1, "kW": 1e3},
 }
 _EXAMPLES: dict[Unit, str] = {
     "B": "a size such as `80 GB` or `79.1 GiB`",
     "B/s": "bytes a second such as `450 GB/s` or `400 Gbit/s`",
     "s": "a time such as `5 us`",
     "FLOP/s": "operations a second such as `989 TFLOP/s`",
+    "W": "a power such as `500 W`",
 }
 _MAX_INTEGER = 10**300
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)\s*([^\d\s].*?)?\s*")
@@ -66,8 +68,8 @@ def format_quantity(value: float, unit: Unit) -> str:
 
 
 _CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured"]
-_DEVICE = ["name", "memory", "bandwidth", "flops", "bf16"]
-_LINK = ["bandwidth", "latency"]
+_DEVICE = ["name", "memory", "bandwidth", "flops", "bf16", "power", "full_power", "spread", "slowdown", "reached"]
+_LINK = ["bandwidth", "latency", "reached"]
 _MAX_BYTES = 1_000_000
 
 _MISSING = object()
@@ -187,12 +189,31 @@ class _Reader:
             base = replace(base, bandwidth=self._read_quantity(given["bandwidth"], "B/s", (*path, "bandwidth")))
         if "flops" in given:
             base = self._read_rates(base, given["flops"], (*path, "flops"))
+        base = self._read_power(base, given, path)
+        if "spread" in given:
+            base = replace(base, spread=self._read_fraction(given["spread"], (*path, "spread"), least=0.0) or 0.0)
+        if "slowdown" in given:
+            base = replace(base, slowdown=self._read_fraction(given["slowdown"], (*path, "slowdown"), least=0.0) or 0.0)
+        if "reached" in given:
+            fractions = self._read_mapping(given["reached"], list(REACHED), (*path, "reached")) or {}
+            each = [(key, self._read_fraction(one, (*path, "reached", key))) for key, one in fractions.items()]
+            base = replace(base, reached=tuple((key, one) for key, one in each if one is not None))
         has_bf16 = given.get("bf16", base.has_bf16)
         if isinstance(has_bf16, bool):
             return replace(base, has_bf16=has_bf16)
         text = "Expected true or false: whether the hardware computes in bfloat16."
         self._add_mistake((*path, "bf16"), has_bf16, text)
         return None
+
+    def _read_power(self, base: Device, given: Mapping[str, Any], path: mistakes.Path) -> Device:
+        if "full_power" in given:
+            base = replace(base, full_power=self._read_quantity(given["full_power"], "W", (*path, "full_power")))
+        if "power" in given:
+            base = replace(base, power=self._read_quantity(given["power"], "W", (*path, "power")))
+        if base.power is not None and base.full_power is None:
+            text = f"The vendor's limit of {base.name} is not known, so what this one costs is not.\nGive `full_power`."
+            self._add_mistake((*path, "power"), given["power"], text)
+        return base
 
     def _find_device(self, name: str, path: mistakes.Path, missing: list[str] | None = None) -> Device | None:
         try:
@@ -227,9 +248,17 @@ class _Reader:
         bandwidth = self._read_quantity(given.get("bandwidth", _MISSING), "B/s", (*path, "bandwidth"))
         latency = self._read_quantity(given.get("latency", _MISSING), "s", (*path, "latency"), least=0)
         each = [(kind, self._read_link(given[kind], (*path, kind))) for kind in COLLECTIVES if kind in given]
-        if bandwidth is None or latency is None:
+        reached = self._read_fraction(given.get("reached", 1.0), (*path, "reached"))
+        if bandwidth is None or latency is None or reached is None:
             return None
-        return Link(bandwidth, latency, tuple((kind, link) for kind, link in each if link is not None))
+        return Link(bandwidth, latency, tuple((kind, link) for kind, link in each if link is not None), reached)
+
+    def _read_fraction(self, value: Any, path: mistakes.Path, least: float | None = None) -> float | None:
+        if type(value) in (int, float) and value <= 1 and (value > 0 if least is None else value >= least):
+            return float(value)
+        lowest = "more than 0" if least is None else f"at least {least:g}"
+        self._add_mistake(path, value, f"Expected a fraction such as 0.8, {lowest} and at most 1.")
+        return None
 
     def _read_mapping(self, data: Any, known: list[str], path: mistakes.Path) -> dict[str, Any] | None:
         if not isinstance(data, Mapping):
@@ -275,6 +304,10 @@ def as_yaml(cluster: Cluster) -> str:
         "  flops:",
         *(f"    {dtype}: {format_quantity(rate, 'FLOP/s')}" for dtype, rate in rates.items()),
         f"  bf16: {json.dumps(one.has_bf16)}",
+        *(f"  {key}: {format_quantity(watts, 'W')}" for key, watts in _list_power(one)),
+        f"  spread: {one.spread!r}",
+        f"  slowdown: {one.slowdown!r}",
+        *([f"  reached: {{{', '.join(f'{key}: {value!r}' for key, value in one.reached)}}}"] if one.reached else []),
         *_format_link("inside", cluster.inside),
         *_format_link("between", cluster.between),
     ]
@@ -282,6 +315,11 @@ def as_yaml(cluster: Cluster) -> str:
         lines += [f"{key}: {format_quantity(speed, 'B/s')}"] if speed is not None else []
     lines += ["measured: true"] if cluster.measured else []
     return "\n".join(lines) + "\n"
+
+
+def _list_power(one: Device) -> list[tuple[str, float]]:
+    watts = (("power", one.power), ("full_power", one.full_power))
+    return [(key, value) for key, value in watts if value is not None]
 
 
 def _format_link(name: str, link: Link) -> list[str]:
@@ -292,4 +330,5 @@ def _format_link(name: str, link: Link) -> list[str]:
 
 
 def _format_figures(link: Link) -> str:
-    return f"bandwidth: {format_quantity(link.bandwidth, 'B/s')}, latency: {format_quantity(link.latency, 's')}"
+    figures = f"bandwidth: {format_quantity(link.bandwidth, 'B/s')}, latency: {format_quantity(link.latency, 's')}"
+    return figures + (f", reached: {link.reached!r}" if link.reached != 1 else "")

@@ -35,10 +35,17 @@ class Link:
     """Seconds per message, independent of its size."""
     collectives: tuple[tuple[Collective, Link], ...] = ()
     """The figures of each collective that was measured by itself."""
+    reached: float = 1.0
+    """The fraction of the bandwidth that messages reach. 1: the bandwidth is one that was measured."""
 
     def of(self, kind: Collective) -> Link:
         """Return the link as a collective experiences it."""
         return dict(self.collectives).get(kind, self)
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of large messages."""
+        return self.bandwidth * self.reached
 
 
 # Seconds per round of a ring, as in NCCL's own model: `hwLat` (Ring, Simple) in src/graph/tuning.cc.
@@ -46,16 +53,20 @@ _NVLINK_LATENCY = 3.4e-6
 _PCI_LATENCY = 5.7e-6
 _NETWORK_LATENCY = 14e-6
 
+# NCCL's own figures for a link of 25 GB/s, `SM90_NVLINK_BW` and its like in src/graph/topo.h: 20.6 (NVLink 4), 20.0
+# (NVLink 2 and 3), 40.1 of 50 (NVLink 5), and `PCI_BW`: 12 of 16 (PCIe 3).
+_NVLINK_4_REACHED, _NVLINK_REACHED, _PCI_REACHED = 0.824, 0.8, 0.75
+
 # Vendors state both directions together; these are one direction, half of it.
 LINKS = {
-    "NVLink 5": Link(900e9, _NVLINK_LATENCY),
-    "NVLink 4": Link(450e9, _NVLINK_LATENCY),
-    "NVLink 3": Link(300e9, _NVLINK_LATENCY),
-    "NVLink 2": Link(150e9, _NVLINK_LATENCY),
-    "Infinity Fabric": Link(448e9, _NVLINK_LATENCY),
-    "PCIe 5": Link(64e9, _PCI_LATENCY),
-    "PCIe 4": Link(32e9, _PCI_LATENCY),
-    "PCIe 3": Link(16e9, _PCI_LATENCY),
+    "NVLink 5": Link(900e9, _NVLINK_LATENCY, reached=_NVLINK_REACHED),
+    "NVLink 4": Link(450e9, _NVLINK_LATENCY, reached=_NVLINK_4_REACHED),
+    "NVLink 3": Link(300e9, _NVLINK_LATENCY, reached=_NVLINK_REACHED),
+    "NVLink 2": Link(150e9, _NVLINK_LATENCY, reached=_NVLINK_REACHED),
+    "Infinity Fabric": Link(448e9, _NVLINK_LATENCY, reached=_NVLINK_REACHED),
+    "PCIe 5": Link(64e9, _PCI_LATENCY, reached=_PCI_REACHED),
+    "PCIe 4": Link(32e9, _PCI_LATENCY, reached=_PCI_REACHED),
+    "PCIe 3": Link(16e9, _PCI_LATENCY, reached=_PCI_REACHED),
     "InfiniBand 400": Link(50e9, _NETWORK_LATENCY),
     "loopback": Link(1.69e9, 83e-6),  # gloo between two processes of one machine, measured
 }
@@ -87,9 +98,34 @@ def collective_seconds(kind: Collective, size: float, ranks: int, link: Link) ->
     """Return the seconds of a collective over a link; an all-to-all is N - 1 messages of each rank, `send` is one."""
     own = link.of(kind)
     if kind == "send":
-        return own.latency + send_bytes(size) / own.bandwidth
+        return own.latency + send_bytes(size) / own.rate
     passes = 2 if kind == "all_reduce" else 1
-    return passes * (ranks - 1) * own.latency + passes * all_gather_bytes(size, ranks) / own.bandwidth
+    return passes * (ranks - 1) * own.latency + passes * all_gather_bytes(size, ranks) / own.rate
+
+
+def join_links(inside: Link, between: Link, nodes: int, members: int, one_ring: bool = False) -> Link:
+    """Return the link of a group with `members` or more ranks in each of several nodes.
+
+    A ring enters and leaves each node once. Its data is divided over as many rings as there are members, each of which
+    crosses through the network card of another member; in all others a rank sends to a neighbour inside its node. A
+    part that goes around meets `nodes` hops of the network; the others stay inside. gloo has `one_ring`: it leaves a
+    node through the card that its members share, and each other rank sends all of the data to its neighbour.
+    """
+    if members == 1:
+        return between
+
+    def join(near: Link, far: Link) -> Link:
+        ranks = nodes * members
+        latency = (nodes * far.latency + (ranks - nodes) * near.latency) / ranks
+        rings = 1 if one_ring else members / (members - 1)
+        return Link(min(near.rate * rings, far.rate * members), latency)
+
+    rings: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+    own = dict((*inside.collectives, *between.collectives))
+    each = [(kind, join(inside.of(kind), between.of(kind))) for kind in rings if kind in own]
+    # Messages to one rank, and to all of them in turn, have the sender's card alone.
+    direct: list[tuple[Collective, Link]] = [(kind, between.of(kind)) for kind in ("all_to_all", "send")]
+    return replace(join(inside, between), collectives=(*each, *direct))
 
 
 all_reduce = partial(collective_seconds, "all_reduce")

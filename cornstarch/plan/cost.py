@@ -9,7 +9,8 @@ rank here, and communication inside a layer is added:
 - activation checkpointing: a backward pass repeats the forward pass, including its communication.
 - zero3: parameters are gathered before each pass while the previous layer computes, so the longer of both counts. zero2
   keeps them from forward to backward, and gathers them for the forward pass of the next microbatch. On the cores of one
-  machine, which both move parameters and compute, the times add up."""
+  machine, which both move parameters and compute, the times add up. In bf16 on GPUs, what is stored in float32 is
+  gathered in bf16, as in a run."""
 
 from __future__ import annotations
 
@@ -32,6 +33,9 @@ from cornstarch.plan.stage_graph import best_parts
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Device
 
+COPIES_REACH = 0.8
+"""The fraction of a memory's bandwidth that copies and the optimizer reach: AdamW and the norm of 1.7 billion gradients
+in bf16 take 8 ms on an H200."""
 TensorSplit = Literal["always", "vocabulary", "never"]
 Numbers = NDArray[np.float64]
 
@@ -61,6 +65,8 @@ class LayerCost:
     """The trained parameters of a layer that is trained only in part (adapters). Default: all, or none."""
     sums: int = 2
     """All-reduces of tp in a forward pass, each as large as the output: after attention and feed-forward."""
+    sum_bytes: int | None = None
+    """Bytes of each of them, where the layer adds results in half precision to wider ones. Default: of the output."""
     kv_bytes: int = 0
     """Keys and values, which cp circulates."""
     tp_cuts: TensorSplit = "always"
@@ -137,6 +143,12 @@ class RunCost:
     """Optimizer state per trained parameter: 8 for Adam on float32."""
     eager: tuple[ModuleCost, ...] = ()
     """The modules where their layers are not compiled, as with cp and zero_bubble; empty: they cost the same."""
+    gathered: tuple[ModuleCost, ...] = ()
+    """The modules as sharded kinds compute them, with weights in half precision; empty: they cost the same."""
+    gathered_eager: tuple[ModuleCost, ...] = ()
+    """The same where layers are not compiled."""
+    gathered_itemsize: int | None = None
+    """Bytes of a gathered number with sharded kinds; None: as stored."""
     straggler: tuple[tuple[int, float], ...] = ()
     """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
 
@@ -153,8 +165,11 @@ class RunCost:
             if module.feeds not in ((), (last,)):
                 raise ConfigError(f"{module.name} feeds {', '.join(module.feeds)}; expected {last}, where all meet.")
 
-    def module(self, name: str, compiled: bool = True) -> ModuleCost:
-        modules = self.modules if compiled or not self.eager else self.eager
+    def module(self, name: str, compiled: bool = True, gathered: bool = False) -> ModuleCost:
+        """Return a module as it is computed: with compiled layers or not, with weights that were gathered or not."""
+        plain, halves = self.modules if compiled or not self.eager else self.eager, self.gathered
+        halves = halves if compiled or not self.gathered_eager else self.gathered_eager
+        modules = halves if gathered and halves else plain
         return next(module for module in modules if module.name == name)
 
     @property
@@ -189,6 +204,8 @@ class ModuleSharding:
     """zero3: gather for the backward pass, too."""
     compiled: bool = True
     """Whether the layers are compiled, if the run compiles any."""
+    gathered: bool = False
+    """Whether the weights are gathered by a sharded kind, which computes in half precision."""
 
 
 def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | None = None) -> LayerCost:
@@ -222,6 +239,7 @@ def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | Non
         activation_bytes=scale_activations(layer.activation_bytes),
         activation_bytes_recomputed=scale_activations(layer.activation_bytes_recomputed),
         output_bytes=round(layer.output_bytes * tokens),
+        sum_bytes=None if layer.sum_bytes is None else round(layer.sum_bytes * tokens),
         working_bytes=round(layer.working_bytes * tokens / over),
         kv_bytes=round(layer.kv_bytes * samples / over),
         shared_bytes=-(-layer.shared_bytes // over),
@@ -272,18 +290,40 @@ class RankCost:
         return lru_cache(maxsize=None)(partial(best_parts, self.total))
 
 
+@dataclass(frozen=True)
+class CommunicationPace:
+    """What communication costs a device beside the time of its links."""
+
+    slowdown: float
+    """How much more time passes take while parameters or gradients move."""
+    bandwidth: float | None
+    """Bytes per second of copies; None: they cost nothing."""
+
+    @classmethod
+    def of(cls, device: Device) -> CommunicationPace:
+        # On a CPU messages are copies: the link's bandwidth has them.
+        bandwidth = None if getattr(device, "is_cpu", True) else device.bandwidth
+        return cls(getattr(device, "slowdown", 0.0), bandwidth and bandwidth * COPIES_REACH)
+
+    def copy(self, size: float) -> float:
+        """Return the seconds of reading and writing `size` bytes: FSDP copies between parameters and its buffers."""
+        return size / self.bandwidth if self.bandwidth else 0.0
+
+
 def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -> RankCost:
     upstream = cost.has_trained_input(sharding.module)
     rows: list[tuple[float, ...]] = []
     layers: list[LayerCost] = []
     known: dict[tuple[object, ...], tuple[LayerCost, tuple[float, ...]]] = {}
+    pace = CommunicationPace.of(device)
     for layer in cost.module(
-        sharding.module, sharding.compiled
+        sharding.module, sharding.compiled, sharding.gathered
     ).layers:  # layers of a stack mostly differ only in their names
         key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
         if key not in known:
             one = scale_layer(layer, sharding, device)
-            known[key] = one, _compute_row(one, sharding, upstream)
+            gathered = count_gathered_bytes(one, cost.gathered_itemsize)
+            known[key] = one, _compute_row(one, sharding, upstream, gathered, pace)
         one, row = known[key]
         layers.append(one)
         rows.append(row)
@@ -291,11 +331,22 @@ def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -
     return RankCost(tuple(layers), *np.array(rows, dtype=np.float64).T)
 
 
-def _compute_row(one: LayerCost, sharding: ModuleSharding, upstream: bool) -> tuple[float, ...]:
-    """Return the numbers of a layer, in the order of `RankCost`; upstream: whether anything before it is trained."""
+def count_gathered_bytes(one: LayerCost, itemsize: int | None) -> int:
+    """Return the bytes of a layer's parameters as sharded kinds gather them; itemsize: None: as they are stored."""
+    return one.parameter_bytes if itemsize is None else min(one.parameter_bytes, itemsize * one.parameters)
+
+
+def _compute_row(
+    one: LayerCost, sharding: ModuleSharding, upstream: bool, gathered: int, pace: CommunicationPace
+) -> tuple[float, ...]:
+    """Return the numbers of a layer, in the order of `RankCost`; upstream: whether anything before it is trained.
+
+    `gathered`: bytes of its parameters as they are gathered.
+    """
     has_backward = upstream or one.trained
     links = sharding.links
-    tensor = one.sums * all_reduce(one.output_bytes, sharding.tp, links.tp) if sharding.tp > 1 else 0.0
+    summed = one.output_bytes if one.sum_bytes is None else one.sum_bytes
+    tensor = one.sums * all_reduce(summed, sharding.tp, links.tp) if sharding.tp > 1 else 0.0
     context = all_gather(one.kv_bytes, sharding.cp, links.cp) if sharding.cp > 1 else 0.0
     # A layer whose activations are all saved anyway, such as a head, is not recomputed.
     saves_all = one.activation_bytes_recomputed >= one.activation_bytes
@@ -309,10 +360,13 @@ def _compute_row(one: LayerCost, sharding: ModuleSharding, upstream: bool) -> tu
     weights = one.weight_gradient if one.trained else 0.0
     gather = 0.0
     if sharding.gathered_over > 1:
-        whole = all_gather(one.parameter_bytes, sharding.gathered_over, links.data)
+        whole = all_gather(gathered, sharding.gathered_over, links.data)
         hidden = (forward, inputs + weights) if links.overlaps else (0.0, 0.0)
-        late = max(0.0, whole - hidden[0])
-        later = max(0.0, whole - hidden[1]) if has_backward and sharding.gathered_again else 0.0
+        late, later = (
+            max(0.0, whole - one) + pace.slowdown * min(whole, one) + pace.copy(2 * gathered) for one in hidden
+        )
+        later = later if has_backward and sharding.gathered_again else 0.0
+        later += pace.copy(gathered + one.gradient_bytes) if one.num_trainable else 0.0
         forward, inputs, gather = forward + late, inputs + later, late + later
     times = 1 + recomputed
     tensor *= times + upstream

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.data_options import UNSYNCHRONIZED, keeps_gathered
+from cornstarch.plan.data_options import UNSYNCHRONIZED, choose_sharded_dtypes, keeps_gathered
 from cornstarch.plan.plan import DataKind, DataPlan
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class Memory:
     """State of the low-bandwidth kinds: compression errors, last synchronized weights, outer momentum."""
     gathered: int = 0
     """The peak of what sharded kinds gather: whole parameters, and gradients that are not reduced yet."""
+    unit: int = 0
+    """The part of `gathered` that belongs to the unit at work; several parts of a rank have it once."""
     gradients_stay: bool = False
     """Whether the memory of gradients is never freed: DDP's buckets."""
     offloaded: bool = False
@@ -173,7 +175,8 @@ def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = No
     shards = ranks // copies if data.kind == "hsdp" else ranks
     index = 0 if rank is None else rank % shards  # the first shard is the largest
     build = _build_fsdp1 if data.kind == "fsdp1" else _build_fsdp2
-    return replace(build(size, shards, index), gathered=_count_gathered_bytes(size, data), offloaded=data.offload)
+    gathered, unit = _count_gathered_bytes(size, data)
+    return replace(build(size, shards, index), gathered=gathered, unit=unit, offloaded=data.offload)
 
 
 def _build_whole(size: ModelSize) -> Memory:
@@ -251,8 +254,8 @@ def _group_by_unit(parameters: Iterable[ParameterSize]) -> dict[int | None, list
     return units
 
 
-def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
-    """Return the peak of gathered parameters and unreduced gradients.
+def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> tuple[int, int]:
+    """Return the peak of gathered parameters and unreduced gradients, and the part of it of the unit at work.
 
     The root unit stays gathered, and its gradients wait for the end. Other units are gathered one after the other: one
     computes while the next is gathered. zero2 frees none before backward. A unit's gradients exist twice while they are
@@ -271,7 +274,8 @@ def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
     layers = sum(whole) + largest if keeps else largest * (2 + data.prefetch)
     root, *trained = [[one for one in unit if one.trained] for unit in (around, *units.values())]
     summing = max((count(unit, computed) + count(unit, reduced) for unit in trained), default=0)
-    return count(around, computed) + count(root, computed) + max(count(root, reduced), layers + summing)
+    peak = count(around, computed) + count(root, computed) + max(count(root, reduced), layers + summing)
+    return peak, summing + (largest if keeps else largest * (2 + data.prefetch)) if whole else 0
 
 
 def stage_memory(
@@ -282,11 +286,12 @@ def stage_memory(
     whole: bool = False,
     copies: int = 1,
     keeps: bool = False,
+    gathered_itemsize: int | None = None,
 ) -> Memory:
     """Return the memory of each of `ranks` ranks with the same layers, which are scaled to the rank, one unit each.
 
     `states`: bytes of the optimizer per trained parameter. `whole`: gradients are kept whole until the last microbatch,
-    as in the stages of a pipeline; `keeps`: parameters stay gathered, too.
+    as in the stages of a pipeline; `keeps`: parameters stay gathered, too. `gathered_itemsize`: as in a `RunCost`.
     """
     if kind not in PREDICTED:
         raise ConfigError(f"data.kind = {kind}: its steps cannot be predicted. Use one of {', '.join(PREDICTED)}.")
@@ -298,25 +303,26 @@ def stage_memory(
                 parameters.append(ParameterSize((numbers,), itemsize, trained, unit))
     sizes = {(parameter.itemsize, False): StateSize(per_element=states) for parameter in parameters}
     size = ModelSize(tuple(parameters), states=sizes)
-    sharded = memory_of(size, _build_data_plan(kind, keeps and kind in ("fsdp2", "hsdp")), ranks, copies=copies)
+    data = _build_data_plan(kind, keeps and kind in ("fsdp2", "hsdp"), gathered_itemsize == 2)
+    sharded = memory_of(size, data, ranks, copies=copies)
     return replace(sharded, gradients=sum(one.bytes for one in size.trained)) if whole else sharded
 
 
-@lru_cache
-def _build_data_plan(kind: DataKind, keeps: bool) -> DataPlan:
-    return DataPlan(
-        kind, reshard_after_forward=False if keeps else None
-    )  # validation is slow, and a search asks thousands of times
+@lru_cache  # validation is slow, and a search asks thousands of times
+def _build_data_plan(kind: DataKind, keeps: bool, in_half: bool) -> DataPlan:
+    plan = DataPlan(kind, reshard_after_forward=False if keeps else None)
+    return choose_sharded_dtypes(plan, "bf16", on_gpu=True) if in_half else plan
 
 
 def combine_memory(parts: Iterable[Memory], keeps: bool = False) -> Memory:
     """Return the memory of a rank with several parts; `keeps`: all are gathered at once, else one after the other."""
     parts = tuple(parts)
-    gathered = [one.gathered for one in parts]
+    gathered, units = [one.gathered for one in parts], [one.unit for one in parts]
     return Memory(
         parameters=sum(one.parameters for one in parts),
         gradients=sum(one.gradients for one in parts),
         optimizer=sum(one.optimizer for one in parts),
-        gathered=sum(gathered) if keeps else max(gathered, default=0),
+        gathered=sum(gathered) - sum(units) + max(units, default=0) if keeps else max(gathered, default=0),
+        unit=max(units, default=0),
         gradients_stay=any(one.gradients_stay for one in parts),
     )

@@ -17,7 +17,16 @@ import numpy as np
 from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter, send
-from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
+from cornstarch.plan.cost import (
+    COPIES_REACH,
+    LayerCost,
+    ModuleSharding,
+    Numbers,
+    RankCost,
+    RunCost,
+    compute_rank_cost,
+    count_gathered_bytes,
+)
 from cornstarch.plan.data_options import keeps_gathered
 from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
 from cornstarch.plan.plan import DataKind, explain_uncompiled
@@ -26,9 +35,6 @@ from cornstarch.plan.simulate import StepEnd
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Device
-
-# AdamW and the norm of 1.7 billion gradients in bf16 take 8 ms on an H200: this fraction of the memory's bandwidth.
-_REACHED_BANDWIDTH = 0.8
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ class CostModel:
         key = (sharding.module, sharding.tp, sharding.vocabulary, first, last, kind, ranks, whole, copies, keeps)
         if key not in self._memory:
             layers = self.rank_cost(sharding).layers[first:last]
-            self._memory[key] = stage_memory(layers, kind, ranks, self.cost.state_bytes, whole, copies, keeps)
+            how = whole, copies, keeps, self.cost.gathered_itemsize
+            self._memory[key] = stage_memory(layers, kind, ranks, self.cost.state_bytes, *how)
         return self._memory[key]
 
     def step_end(
@@ -101,7 +108,8 @@ class CostModel:
         key = (sharding.module, sharding.tp, sharding.vocabulary, over, first, last, kind, ranks, copies, keeps)
         if key not in self._ends:
             layers, device = self.rank_cost(sharding).layers[first:last], self.cluster.device
-            self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies, keeps)
+            how = links, device, copies, keeps, self.cost.gathered_itemsize
+            self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, *how)
         return self._ends[key]
 
 
@@ -114,6 +122,7 @@ def compute_step_end(
     device: Device,
     copies: int = 1,
     keeps: bool = False,
+    gathered_itemsize: int | None = None,
 ) -> StepEnd:
     """Return the gradient reduction and the optimizer of a stage's layers; `keeps`: and its only gather of a step."""
     link, shards = links.data, ranks // copies
@@ -123,13 +132,14 @@ def compute_step_end(
     bandwidth = getattr(device, "bandwidth", None)
     # Gradients are read twice, for their norm and by the optimizer, which reads and writes parameters and states.
     touched = (4 * gradients + 2 * states * numbers) / (1 if kind == "ddp" else shards)
-    optimizer = touched / (_REACHED_BANDWIDTH * bandwidth) if bandwidth else 0.0
+    optimizer = touched / (COPIES_REACH * bandwidth) if bandwidth else 0.0
     if ranks == 1:
         return StepEnd(0.0, len(trained), optimizer)
     reduction = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, shards, link)
     if copies > 1 and links.copies is not None:  # hsdp reduces within each copy first, then each shard over the copies
         reduction += all_reduce(gradients / shards, copies, links.copies)
-    sent = gradients if kind == "zero1" else sum(layer.parameter_bytes for layer in layers) if keeps else 0.0
+    kept = sum(count_gathered_bytes(layer, gathered_itemsize) for layer in layers) if keeps else 0.0
+    sent = gradients if kind == "zero1" else kept
     gather = all_gather(sent, shards, link) if sent else 0.0
     return StepEnd(reduction if trained else 0.0, len(trained), optimizer, gather, overlaps=links.overlaps)
 
@@ -183,7 +193,8 @@ class PipelineCost:
             gathered = self.replicas[name] // self.model_copies if in_passes else 1, candidate.kind != "zero2"
             links = self.links.groups[name]
             compiled = explain_uncompiled(plan.cp, candidate.schedule if candidate.is_pipeline else None) is None
-            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *flags, *gathered, compiled)
+            how = *flags, *gathered, compiled, candidate.kind in GATHERED
+            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *how)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         *self.encoders, self.last = self.plans
         given, inside = dict(candidate.starts), self.encoders if candidate.has_encoders_inside else []
@@ -252,7 +263,10 @@ class PipelineCost:
             for stage in stages:
                 sharding, ranks = self.shardings[stage.module], self.replicas[stage.module]
                 total += self.costs.step_end(sharding, stage.first, stage.last, kind, ranks, many, self.keeps)
-            found.append(replace(total, earlier=self.candidate.microbatches - 1 if every else 0))
+            earlier = self.candidate.microbatches - 1 if every else 0
+            hidden = min(total.reduction, sum(stage.backward for stage in stages)) if total.overlaps else 0.0
+            slower = getattr(self.costs.cluster.device, "slowdown", 0.0) * (1 + earlier) * hidden
+            found.append(replace(total, earlier=earlier, gather=total.gather + slower))
         return tuple(found)
 
     @cached_property
@@ -304,9 +318,12 @@ class PipelineCost:
         has_backward = concatenate("inputs") + concatenate("weights") > 0
         return round(float((concatenate("kept").cumsum() + concatenate("working") + after * has_backward).max()))
 
-    def peak(self, place: int, in_flight: dict[tuple[str, int], int] | None = None) -> int:
-        """Return the peak bytes of a rank of a place; `in_flight`: as in `activations`."""
-        states, activations = self.memory(place), self.activations(place, in_flight)
+    def peak(
+        self, place: int, in_flight: dict[tuple[str, int], int] | None = None, activations: int | None = None
+    ) -> int:
+        """Return the peak bytes of a rank of a place; `in_flight`: as in `activations`, whose result may be given."""
+        states = self.memory(place)
+        activations = self.activations(place, in_flight) if activations is None else activations
         accumulated = self.candidate.microbatches > 1
         if not accumulated and not states.gradients_stay:
             activations = max(activations, self.single_pass_peak(place))

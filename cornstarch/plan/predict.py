@@ -6,7 +6,7 @@ replicas, which overlaps with that backward pass layer by layer (`StepEnd.get_ex
 all-gather of the new parameters, with zero1 or where a pipeline keeps shards gathered. Gradients of earlier
 microbatches are accumulated locally; but sharded kinds (zero2, zero3) without a pipeline reduce those of every
 microbatch, so as not to store them whole. A step ends when the last place is done; where samples differ in size, the
-replica with the largest samples counts (`RunCost.straggler`).
+replica with the largest samples counts (`RunCost.straggler`), and of all devices the slowest (`Device.spread`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.rank_order import find_links
 from cornstarch.plan.simulate import Timeline, simulate
 from cornstarch.plan.stage_graph import stage_graph
+from cornstarch.schedule.actions import Kind
 from cornstarch.schedule.policies import make_schedule
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class TimeBreakdown:
     """For other stages."""
     uneven: float = 0.0
     """For the replica with the largest samples."""
+    slowest: float = 0.0
+    """For the slowest device: equal devices differ (`Device.spread`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +117,7 @@ class Prediction:
             "wait": "waiting for other stages takes",
             "optimizer": "the optimizer takes",
             "uneven": "waiting for the replica with the largest samples takes",
+            "slowest": "waiting for the slowest device takes",
         }
         parts = sorted(((getattr(self.breakdown, name) / self.step, name) for name in words), reverse=True)
         return (*reasons, *(f"{words[name]} {part:.0%} of the step" for part, name in parts if part >= 0.05))
@@ -136,7 +140,8 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
     timeline = simulate(schedule, transfers, pipeline.ends)
     breakdown = _break_down(pipeline, timeline.step)
     late = (costs.cost.straggler_factor(candidate.dp) - 1) * (timeline.step - breakdown.data - breakdown.optimizer)
-    breakdown, step = replace(breakdown, uneven=late), timeline.step + late
+    slow = (costs.cluster.device.find_slowest(candidate.world) - 1) * (timeline.step + late)
+    breakdown, step = replace(breakdown, uneven=late, slowest=slow), timeline.step + late + slow
     samples = costs.cost.batch / step if step else float("inf")
     try:
         peak = costs.cluster.device.flops_of(costs.cost.precision)
@@ -165,9 +170,25 @@ def _list_memory(pipeline: PipelineCost, timeline: Timeline) -> tuple[PlaceMemor
     found = []
     for place, stages in enumerate(pipeline.places):
         states, activations = pipeline.memory(place), pipeline.activations(place, in_flight)
+        if len(stages) > 1 and not pipeline.candidate.has_encoders_inside:
+            activations = min(activations, _find_fullest_moment(pipeline, timeline, place))
         words = " + ".join(f"{stage.module} {stage.index}" for stage in stages)
-        found.append(PlaceMemory(place, words, states, activations, pipeline.peak(place, in_flight)))
+        found.append(PlaceMemory(place, words, states, activations, pipeline.peak(place, in_flight, activations)))
     return tuple(found)
+
+
+def _find_fullest_moment(pipeline: PipelineCost, timeline: Timeline, place: int) -> int:
+    """Return the most bytes of activations at once on a place with several stages, which are not full together."""
+    graph = timeline.schedule.graph
+    size = most = 0.0
+    for event in timeline.events[place]:
+        node, backward = graph.nodes[event.stage], graph.backward(event.stage)
+        stage = pipeline.stages[node.module][node.index]
+        size += stage.kept if event.kind is Kind.F and backward != "none" else 0.0
+        most = max(most, size + stage.working)
+        is_done = event.kind in (Kind.B, Kind.W) or (event.kind is Kind.I and backward == "input")
+        size -= stage.kept if is_done else 0.0
+    return round(most)
 
 
 def _break_down(pipeline: PipelineCost, step: float) -> TimeBreakdown:
@@ -208,6 +229,7 @@ def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
         "recompute": f"activation checkpointing: computing again takes {part:.0%} of the step",
         "optimizer": f"{candidate.kind}: the optimizer takes {part:.0%} of the step",
         "uneven": f"dp = {candidate.dp}: the replica with the largest samples is waited for, {part:.0%} of the step",
+        "slowest": f"the slowest of {candidate.world:,} ranks is waited for, {part:.0%} of the step",
         "wait": f"waiting for other stages takes {part:.0%} of the step: {stages} stages, "
         f"{candidate.microbatches} microbatches",
         "compute": f"its busiest ranks compute for {part:.0%} of the step: {load}",

@@ -211,7 +211,9 @@ class Bounds:
         cluster = self.costs.cluster
         links = GroupLinks(cluster.link(range(tp)), cluster.link(range(tp * cp)), cluster.inside)
         flags = (again, self.space.tp_sequence and tp > 1, self.space.tp_vocabulary and tp > 1)
-        return self.costs.rank_cost(ModuleSharding(self.cost.modules[number].name, tp, cp, samples, links, *flags))
+        name = self.cost.modules[number].name  # of both ways to compute its layers the faster
+        ways = (ModuleSharding(name, tp, cp, samples, links, *flags, gathered=one) for one in (False, True))
+        return min(map(self.costs.rank_cost, ways), key=lambda one: sum(one.sums))
 
 
 def can_fit(costs: CostModel, space: SearchSpace) -> bool:

@@ -32,11 +32,12 @@ from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.plan.data_statistics import DataStatistics, load_yaml, write_text
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
+from cornstarch.planner.gathered_weights import gathers_halves, halve_weights, keep_sizes
 from cornstarch.tasks.build import build_calls, build_meta_model
 
 _MEASURED_ON = "measured_on"
 _TUPLES = ("feeds", "tp_sizes", "cp_sizes")
-_MODULES = ("modules", "eager")
+_MODULES = ("modules", "eager", "gathered", "gathered_eager")
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -100,6 +101,7 @@ def run_cost(
         batch=config.loop.batch_size,
         optimizer=config.optimizer,
         is_measured=is_measured,
+        budget=config.loop.activation_fraction,
     )
     return cost if facts is None else replace(cost, straggler=tuple(sorted(facts.straggler.items())))
 
@@ -128,20 +130,31 @@ def model_cost(
     batch: int | None = None,
     optimizer: OptimizerConfig | None = None,
     is_measured: bool = False,
+    budget: float = 1.0,
 ) -> RunCost:
     """Return the cost of the layers of a model on a device.
 
     The model is on the meta device, its parameters in the precisions of the run; `precision` is that of autocast.
     `compiled`: whether layers are compiled; default: on GPUs. `batch`: samples of a step; default: those of the
     microbatch. `optimizer`: has states for trained parameters; default: AdamW. `is_measured`: as in `run_cost`.
+    `budget`: the fraction of their activations that compiled layers keep.
     """
     on_gpu, speed, dtype = device.name != "cpu", DeviceSpeed.of(device, is_measured), DTYPES[precision]
     fused = on_gpu if compiled is None else compiled
 
     def build_model(is_causal: bool) -> AnalyticCost:
-        return AnalyticCost(speed, ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels))
+        return AnalyticCost(speed, ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels, budget))
 
-    return build_cost(model, microbatch, build_model, dtype, on_gpu, batch, optimizer)
+    cost = build_cost(model, microbatch, build_model, dtype, on_gpu, batch, optimizer)
+    if not gathers_halves(model, dtype, on_gpu):
+        return cost
+    halved = build_cost(halve_weights(model), microbatch, build_model, dtype, on_gpu, batch, optimizer)
+    return replace(
+        cost,
+        gathered_itemsize=dtype.itemsize,
+        gathered=keep_sizes(halved.modules, cost.modules),
+        gathered_eager=keep_sizes(halved.eager, cost.eager),
+    )
 
 
 def build_cost(
@@ -171,18 +184,13 @@ def build_cost(
             kind = type(unwrap(part)).__name__
             raise ConfigError(f"The cost of the layers of {name} ({kind}) cannot be computed: {reason}.") from error
         flops += sum(one.flops for segment in costs for one in segment)
-        seen: set[int] = set()
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
-        layers = tuple(_build_layer(segment, own, seen, items) for segment, own in zip(segments, costs, strict=True))
         tp, cp = _find_sizes(part, is_language_model)
-        modules.append(ModuleCost(name, layers, tp_sizes=tp, cp_sizes=cp))
+        build = partial(_build_layers, segments, items=items, dtype=dtype)
+        modules.append(ModuleCost(name, build(costs), tp_sizes=tp, cp_sizes=cp))
         if cost_model.eager is not None:
             plain = [[cost_model.eager(one) for one in segment.calls] for segment in segments]
-            seen = set()
-            layers = tuple(
-                _build_layer(segment, own, seen, items) for segment, own in zip(segments, plain, strict=True)
-            )
-            eager.append(ModuleCost(name, layers, tp_sizes=tp, cp_sizes=cp))
+            eager.append(ModuleCost(name, build(plain), tp_sizes=tp, cp_sizes=cp))
     counts: Counter[torch.dtype] = Counter()  # trained numbers: optimizer states are those of the most frequent type
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
@@ -213,7 +221,17 @@ def _list_parts(model: nn.Module, microbatch: MicrobatchShape) -> Iterator[tuple
     yield LANGUAGE_MODEL if model.encoders else WHOLE_MODEL, model.language_model, calls[model.language_model]
 
 
-def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int], items: int) -> LayerCost:
+def _build_layers(
+    segments: Sequence[ModelSegment], costs: Sequence[Sequence[CallCost]], items: int, dtype: torch.dtype
+) -> tuple[LayerCost, ...]:
+    seen: set[int] = set()
+    pairs = zip(segments, costs, strict=True)
+    return tuple(_build_layer(segment, own, seen, items, dtype) for segment, own in pairs)
+
+
+def _build_layer(
+    segment: ModelSegment, costs: Sequence[CallCost], seen: set[int], items: int, dtype: torch.dtype
+) -> LayerCost:
     """Return the cost of a segment; shared parameters count for the first segment that has them."""
     cost = sum(costs, CallCost())
     every = {id(p): p for module in segment.modules for p in module.parameters()}
@@ -225,6 +243,7 @@ def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int
     is_trained = any(p.requires_grad for p in every.values())
     layers = [(call, one) for call, one in zip(segment.calls, costs, strict=True) if call.is_layer]
     inputs = sum(max((t.numel() * t.element_size() for t in call.inputs), default=0) for call, _ in layers)
+    products = max((t.numel() * dtype.itemsize for call, _ in layers for t in call.inputs), default=0)
     return LayerCost(
         name=segment.name,
         forward=cost.forward,
@@ -238,6 +257,7 @@ def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int
         trained=is_trained,
         trained_parameters=trained if 0 < trained < total or (is_trained and not trained) else None,
         sums=2 if layers else 0,
+        sum_bytes=products if 0 < products < cost.output else None,
         kv_bytes=cost.keys,
         tp_cuts="always" if layers else "vocabulary" if any(one.is_head for one in segment.calls) else "never",
         whole_bytes=min(2 * inputs, cost.kept),
@@ -314,7 +334,8 @@ def profile_model(
     build = partial(build_cost, model, microbatch, build_cost_model, placement.dtype, on_gpu, batch, optimizer)
     cost = build()
     if on_gpu:
-        return cost
+        half = placement.dtype.itemsize if gathers_halves(model, placement.dtype, on_gpu) else None
+        return replace(cost, gathered_itemsize=half)
     for _ in range(PASSES - 1):
         for one in cost_models:
             one.measure_again()

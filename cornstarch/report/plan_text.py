@@ -25,6 +25,7 @@ TIME_PARTS = {
     "optimizer": "the optimizer",
     "wait": "waiting for other stages",
     "uneven": "waiting for the replica with the largest samples",
+    "slowest": "waiting for the slowest device",
 }
 """Descriptions of the parts of a predicted step, by their names in the prediction."""
 _ENCODER_RANKS = {

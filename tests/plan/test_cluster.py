@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -147,16 +148,19 @@ def test_flops_of_an_unsupported_dtype_are_those_of_a_wider_one() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "crossed"),
-    [(range(8), "inside"), ((8, 15), "inside"), ((7, 8), "between"), ((0, 8), "between"), (range(16), "between"),
+    [(range(8), "inside"), ((8, 15), "inside"), ((7, 8), "between"), ((0, 8), "between"), (range(9), "between"),
      ((3,), "inside"), ((3, 3), "inside"), ((), "inside")],
 )  # fmt: skip
 def test_link_of_a_group_depends_on_its_nodes(ranks: tuple[int, ...], crossed: str) -> None:
     assert H100S.link(ranks) is getattr(H100S, crossed)
 
 
-def test_link_of_a_group_is_the_slowest_it_uses() -> None:
+def test_link_of_a_group_uses_all_cards_of_its_nodes() -> None:
+    assert H100S.link(range(16)).rate == 8 * 50e9  # of 8 cards; a node's inside would carry more
+    assert H100S.link((0, 1, 8, 9)).rate == 2 * 50e9
+    assert H100S.link((0, 1, 2, 8)) is H100S.between  # the second node has one card in the group
     slow_inside = replace(H100S, inside=Link(1e9, 1e-6))
-    assert slow_inside.link(range(16)) is slow_inside.inside
+    assert slow_inside.link(range(16)).rate == pytest.approx(1e9 * 8 / 7)
     assert slow_inside.link((0, 8)) is slow_inside.between  # no two of them are in one node
 
 
@@ -189,6 +193,50 @@ def test_a_file_defaults_to_the_catalogue(tmp_path: Path) -> None:
     assert found.inside == LINKS["NVLink 5"] and found.between == LINKS["PCIe 3"]
     path.write_text("per_node: 2\ndevice: cpu\n")
     assert read_cluster(path).device == this_cpu(2)
+
+
+LIMITED = "{name: H100, power: 500 W, spread: 0.02, slowdown: 0, reached: {products: 0.5, memory: 0.75}}"
+
+
+def test_a_file_may_say_what_a_device_reaches(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(f"per_node: 8\ndevice: {LIMITED}\ninside: {{bandwidth: 400 GB/s, latency: 3 us, reached: 0.9}}\n")
+    found = read_cluster(path)
+    one = found.device
+    assert (one.power, one.full_power, one.spread, one.slowdown) == (500.0, 700.0, 0.02, 0.0)
+    assert dict(one.reached) == {"products": 0.5, "memory": 0.75}
+    assert one.flops_of("bf16") == 989e12  # the peak, which MFU is relative to
+    assert found.inside.rate == 360e9
+    write_cluster(tmp_path / "again.yaml", found)
+    assert replace(read_cluster(tmp_path / "again.yaml"), name="ours") == found
+
+
+@pytest.mark.parametrize(
+    ("device_text", "words"),
+    [("{name: H100, power: 0 W}", "device.power = \"0 W\"\n  Expected a power such as `500 W`, more than 0."),
+     ("{name: H100, power: 5 kg}", "The unit 'kg' is none of W, kW."),
+     ("{name: H100, reached: {products: 1.2}}", "device.reached.products = 1.2\n  Expected a fraction such as 0.8"),
+     ("{name: H100, reached: {matmul: 0.5}}", "There is no `matmul` in device.reached."),
+     ("{name: H100, spread: -0.1}", "Expected a fraction such as 0.8, at least 0 and at most 1."),
+     ("{name: Abacus, memory: 1e9, bandwidth: 1e9, flops: {fp32: 1e9}, power: 100}", "Give `full_power`.")],
+)  # fmt: skip
+def test_impossible_figures_of_a_device_are_reported(device_text: str, words: str, tmp_path: Path) -> None:
+    assert words in said(f"per_node: 8\ndevice: {device_text}\n", tmp_path)
+
+
+def test_a_power_limit_lowers_the_clock_by_its_cube_root() -> None:
+    h100 = DEVICES["H100"]
+    assert h100.clock == replace(h100, power=700.0).clock == replace(h100, power=900.0).clock == 1.0
+    assert replace(h100, power=700.0 / 8).clock == pytest.approx(0.5)
+
+
+def test_the_slowest_device_equals_that_of_random_ones() -> None:
+    one = Device("toy", 1, spread=0.01)
+    draw = random.Random(0)
+    for many in (8, 64, 512):
+        slowest = [max(draw.gauss(1.0, 0.01) for _ in range(many)) for _ in range(400)]
+        assert one.find_slowest(many) == pytest.approx(sum(slowest) / 400, abs=1e-3)
+    assert one.find_slowest(1) == replace(one, spread=0.0).find_slowest(512) == 1.0
 
 
 @pytest.mark.parametrize("name", ["2x8xH100", "8xMI300X", "16xT4", "2xcpu"])

@@ -112,3 +112,56 @@ def test_collective_seconds_equal_the_functions() -> None:
     link = Link(3e9, 40e-6)
     assert collective_seconds("all_reduce", 1e6, 8, link) == c.all_reduce(1e6, 8, link)
     assert collective_seconds("send", 1e6, 2, link) == c.send(1e6, link)
+
+
+def simulate_rings(nodes: int, members: int, size: float, inside: Link, between: Link) -> float:
+    """Return the seconds of an all-gather over as many rings as a node has members, by the bytes of every port.
+
+    Ring number c leaves each node from its member c. Each ring moves an equal part of the data.
+    """
+    near: dict[tuple[int, int], float] = {}
+    far: dict[tuple[int, int], float] = {}
+    for ring in range(members):
+        order = [(node, (ring + 1 + step) % members) for node in range(nodes) for step in range(members)]
+        assert order[members - 1] == (0, ring)
+        for sender, receiver in zip(order, [*order[1:], order[0]], strict=True):
+            port = near if sender[0] == receiver[0] else far
+            # Every rank passes on all parts but one.
+            port[sender] = port.get(sender, 0.0) + size / members * (nodes * members - 1) / (nodes * members)
+    return max([one / inside.rate for one in near.values()] + [one / between.rate for one in far.values()])
+
+
+@pytest.mark.parametrize(("near", "far"), [(450e9, 50e9), (64e9, 50e9), (100e9, 100e9), (10e9, 50e9)])
+def test_groups_over_nodes_equal_simulated_rings(near: float, far: float) -> None:
+    inside, between = Link(near, 0.0, reached=0.8), Link(far, 0.0)
+    for nodes in (2, 3, 5):
+        for members in (1, 2, 4, 8):
+            link = c.join_links(inside, between, nodes, members)
+            simulated = simulate_rings(nodes, members, 1e9, inside, between)
+            assert c.all_gather(1e9, nodes * members, link) == pytest.approx(simulated), (nodes, members)
+
+
+def test_one_ring_sends_everything_through_every_rank() -> None:
+    """gloo on 3 nodes of 2: the first of each node sends to the second, which sends through the card of both."""
+    assert c.join_links(Link(10.0, 0.0), Link(4.0, 0.0), 3, 2, one_ring=True).rate == 8.0
+    assert c.join_links(Link(10.0, 0.0), Link(6.0, 0.0), 3, 2, one_ring=True).rate == 10.0
+
+
+def test_latency_of_groups_over_nodes_is_that_of_their_hops() -> None:
+    """A part of an all-gather makes 11 of the 12 hops of a ring over 3 nodes of 4; on average it leaves out any."""
+    link = c.join_links(Link(1e30, 1.0), Link(1e30, 10.0), nodes=3, members=4)
+    hops = [10.0 if hop % 4 == 3 else 1.0 for hop in range(12)]
+    paths = [sum(hops) - hops[left_out] for left_out in range(12)]
+    assert c.all_gather(1.0, 12, link) == pytest.approx(sum(paths) / 12)
+
+
+def test_groups_over_nodes_send_single_messages_over_one_card() -> None:
+    each = (("all_gather", Link(40e9, 0.0)), ("send", Link(30e9, 0.0)))
+    between = Link(50e9, 0.0, each)  # type: ignore[arg-type]
+    link = c.join_links(Link(450e9, 0.0), between, nodes=2, members=8)
+    assert link.of("send").rate == 30e9 and link.of("all_to_all").rate == 50e9
+    assert link.of("all_gather").rate == 8 * 40e9 and link.of("all_reduce").rate == 8 * 50e9
+
+
+def test_links_reach_a_fraction_of_their_bandwidth() -> None:
+    assert c.send(8e9, Link(10e9, 1.0, reached=0.8)) == 2.0

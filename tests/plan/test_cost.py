@@ -118,6 +118,38 @@ def test_zero2_gathers_only_for_the_forward_pass() -> None:
     assert totals == [5.0 + 5.0, 5.0 + 2.0]
 
 
+def test_hidden_gathering_slows_computing_down_and_is_copied() -> None:
+    """400 bytes from 2 ranks at 400 bytes/s take 0.5 s; 100 parameters are gathered as 200 bytes, and copied twice.
+
+    Copies run at 0.8 of 1,000 bytes/s; gradients of 400 bytes are copied from 200.
+    """
+    one = layer(parameter_bytes=400)
+    gathered = ModuleCost("language_model", (replace(one, forward=2.0),))
+    cost = RunCost(
+        (ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (one,))),
+        gathered=(ModuleCost("vision", (layer("v"),)), gathered),
+        gathered_itemsize=2,
+    )
+    links = GroupLinks(Link(1e30, 0.0), Link(1e30, 0.0), Link(400.0, 0.0))
+    device = Device("toy", 2**30, bandwidth=1000.0, slowdown=0.5)
+    way = ModuleSharding("language_model", 1, 1, 1.0, links, gathered_over=2, gathered=True)
+    found = compute_rank_cost(cost, way, device)
+    moving = 200 / 2 / 400
+    each = 0.5 * moving + 2 * 200 / 800
+    assert found.forward.tolist() == [pytest.approx(2.0 + each)]
+    assert found.total.tolist() == [pytest.approx(2.0 + 1.0 + 1.0 + 2 * each + (200 + 400) / 800)]
+    assert found.gradients.tolist() == [400.0]
+    plain = compute_rank_cost(cost, replace(way, gathered_over=1, gathered=False), device)
+    assert plain.total.tolist() == [3.0]
+
+
+def test_sums_of_tp_are_as_large_as_their_products() -> None:
+    """Residuals of 1,000 bytes in float32, but sums of 500 in half precision."""
+    cost = RunCost((ModuleCost("model", (layer(sums=2, output_bytes=1000, sum_bytes=500),)),))
+    links = GroupLinks(Link(1000.0, 0.0), Link(1e30, 0.0), Link(1e30, 0.0))
+    assert compute_rank_cost(cost, ModuleSharding("model", 2, 1, 2.0, links), DEVICE).tensor.tolist() == [2 * 1.0]
+
+
 def test_best_cut_equals_brute_force() -> None:
     draw = random.Random(0)
     for _ in range(100):

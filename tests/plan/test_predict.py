@@ -11,6 +11,7 @@ import pytest
 from cornstarch.errors import ConfigError
 from cornstarch.plan import DataPlan, Layout, ModulePlan, Plan
 from cornstarch.plan.candidates import Candidate, SearchSpace
+from cornstarch.plan.cluster import Link
 from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.memory import textbook
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
@@ -156,6 +157,53 @@ def test_memory_over_time_peaks_at_the_peak() -> None:
                 assert max(level.bytes for level in levels) <= place.peak + 1, candidate.describe()
 
 
+def test_stages_of_a_place_are_not_full_together() -> None:
+    """Two places of two stages each: the simulated levels are the peak itself."""
+    plan = Plan({"model": ModulePlan(stages=2, virtual_stages=2)}, schedule="interleaved")
+    candidate, machines = Candidate.of(plan, 1, 8), cluster(1, 2)
+    found = predict(candidate, CHAIN, machines)
+    pipeline = PipelineCost(candidate, CostModel(CHAIN, machines))
+    stages = len(pipeline.places[0])
+    in_flight = {("model", n): many for n, many in enumerate(found.timeline.in_flight)}
+    assert stages == 2 and found.memory[0].activations < pipeline.activations(0, in_flight)
+    for place, levels in zip(found.memory, memory_over_time(found, pipeline), strict=True):
+        assert max(level.bytes for level in levels) == place.peak
+
+
+def test_stages_of_a_place_share_the_unit_that_is_gathered() -> None:
+    """Shards that a pipeline keeps gathered: all of them, but one layer at a time for what is reduced."""
+    memory = {}
+    for virtual in (1, 2):
+        plan = Plan(
+            {"model": ModulePlan(stages=2, virtual_stages=virtual)},
+            DataPlan("zero2"),
+            schedule="interleaved" if virtual > 1 else "1f1b",
+        )
+        memory[virtual] = predict(Candidate.of(plan, 2, 4), CHAIN, cluster(1, 4)).memory[0].states
+    assert memory[1].gathered == memory[2].gathered == 2 * 200 + 200 + 2 * 200
+    half = predict(chain(2, dp=2, microbatches=4, kind="zero2"), replace(CHAIN, gathered_itemsize=2), cluster(1, 4))
+    assert half.memory[0].states.gathered == 2 * 200 + 200 + 2 * 200 + 200  # of 100 numbers, reduced in float32
+
+
+def test_everyone_waits_for_the_slowest_device() -> None:
+    machines = cluster(1, 2)
+    spread = replace(machines, device=replace(machines.device, spread=0.1))
+    alike, found = (predict(chain(1, dp=2, microbatches=4), CHAIN, one) for one in (machines, spread))
+    factor = spread.device.find_slowest(2)
+    assert factor > 1.03 and found.step == pytest.approx(alike.step * factor)
+    assert found.breakdown.slowest == pytest.approx(alike.step * (factor - 1))
+    assert predict(chain(1), CHAIN, spread).breakdown.slowest == 0
+
+
+def test_reducing_gradients_slows_backward_passes_down() -> None:
+    machines = cluster(1, 2)
+    slow = replace(machines, device=replace(machines.device, slowdown=0.5), inside=Link(200.0, 0.0))
+    ends = PipelineCost(chain(1, dp=2, microbatches=4), CostModel(CHAIN, slow)).ends[0]
+    assert ends.reduction == 800 / 200 and ends.gather == pytest.approx(0.5 * 4.0)  # a backward pass takes 7 s
+    every = PipelineCost(chain(1, dp=2, microbatches=4, kind="zero3"), CostModel(CHAIN, slow)).ends[0]
+    assert every.gather == pytest.approx(4 * 0.5 * 2.0)
+
+
 def test_stages_keep_whole_gradients_until_the_last_microbatch() -> None:
     many, one = (
         predict(chain(2, dp=2, microbatches=m, kind="zero3"), CHAIN, cluster(1, 4)).memory[0].states for m in (4, 1)
@@ -200,7 +248,9 @@ def test_links_cross_nodes_where_the_layout_does() -> None:
         found = find_links(Candidate.of(plan, dp, 1).spans, dp, cluster(2, 4))
         layout = Layout.of(plan, 8, ranks_per_node=4)
         crosses = any(len({layout.node(rank) for rank in group}) > 1 for group in layout.groups("tp", "model").tolist())
-        assert (found.groups["model"].tp.bandwidth == 1e8) == crosses == slow
+        expected = 4 * 1e8 if slow else 1e9  # all of a node's cards
+        assert found.groups["model"].tp.rate == expected
+        assert crosses == slow
 
 
 @pytest.mark.parametrize(

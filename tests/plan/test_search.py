@@ -115,7 +115,7 @@ def test_hsdp_wins_where_gathering_between_nodes_is_slow() -> None:
     """States fit into a node but not on a rank, and between nodes everything is slow."""
     layers = module("model", 8, parameters=10**6, parameter_bytes=2 * 10**6, seconds=1e-2, tp_sizes=(1,))
     cost = RunCost((layers,), batch=8, state_bytes=12)
-    machines = cluster(2, 4, memory=60 * 10**6, inside=1e10, between=1e8)
+    machines = cluster(2, 4, memory=60 * 10**6, inside=1e10, between=2.5e7)
     found = search(cost, machines, SearchSpace(most_stages=1))
     assert found.best is not None
     assert found.best.candidate.kind == "hsdp"

@@ -65,8 +65,10 @@ def config(encoder: dict[str, Any] | None = None, language: dict[str, Any] | Non
 def text(**sections: Any) -> RunConfig:
     """Return a run of a language model alone."""
     model = {"language_model": {"tokenizer": "none/none", "config": LANGUAGE}}
-    data = {"train": "none.json", "max_length": TOKENS}
-    return load_config(None, base={"model": model, "data": data, "loop": {"batch_size": ROWS, "steps": 1}, **sections})
+    data, loop = {"train": "none.json", "max_length": TOKENS}, {"batch_size": ROWS, "steps": 1}
+    return load_config(
+        None, base={"model": model, "data": data, **sections, "loop": {**loop, **sections.get("loop", {})}}
+    )
 
 
 def language_layers(cost: RunCost) -> tuple[LayerCost, ...]:
@@ -128,6 +130,30 @@ def test_a_compiled_run_knows_the_price_of_eager_layers() -> None:
     found, eager = run_cost(config(), H100), run_cost(config(compile="off"), H100)
     assert found.eager == eager.modules and eager.eager == ()
     assert found.modules != eager.modules
+
+
+def test_gathered_weights_are_computed_in_half_precision() -> None:
+    cost = run_cost(text(), H100)
+    assert cost.gathered_itemsize == 2
+    for plain, half in zip(language_layers(cost), cost.gathered[-1].layers, strict=True):
+        assert half.parameter_bytes == plain.parameter_bytes == 4 * plain.parameters
+        assert half.activation_bytes <= plain.activation_bytes
+    layer, half = cost.modules[-1].layers[1], cost.gathered[-1].layers[1]
+    assert half.output_bytes == layer.output_bytes / 2 == layer.sum_bytes  # residuals in float32, sums in bf16
+    assert half.sum_bytes is None and half.activation_bytes < layer.activation_bytes
+    assert cost.module("model", compiled=False, gathered=True) == cost.gathered_eager[-1]
+    assert run_cost(text(), this_cpu()).gathered == ()
+    assert run_cost(text(precision="fp32"), H100).gathered == ()
+
+
+def test_an_activation_budget_trades_bytes_for_products() -> None:
+    whole, half = (run_cost(text(loop={"activation_budget": b}), H100).gathered[-1].layers[1] for b in (1.0, 0.6))
+    assert 0.3 * whole.activation_bytes < half.activation_bytes <= 0.6 * whole.activation_bytes
+    assert half.input_gradient > whole.input_gradient and half.forward == whole.forward
+    eager = [
+        run_cost(text(loop={"activation_budget": b}, compile="off"), H100).modules[-1].layers[1] for b in (1.0, 0.6)
+    ]
+    assert eager[0] == eager[1]  # only the compiler knows what to compute again
 
 
 def test_frozen_parts_have_no_backward_pass() -> None:

@@ -1,0 +1,41 @@
+"""Models as sharded kinds compute them: weights are stored in float32, gathered and multiplied in bf16."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from cornstarch.plan.cost import ModuleCost
+
+
+def gathers_halves(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> bool:
+    """Return whether sharded kinds gather float32 weights of a model in bf16, as `choose_sharded_dtypes` decides."""
+    return on_gpu and dtype is torch.bfloat16 and any(one.dtype is torch.float32 for one in model.parameters())
+
+
+def halve_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device whose float32 parameters are in bf16, as gathered ones are."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        if parameter.dtype is torch.float32:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return copied
+
+
+def keep_sizes(modules: Sequence[ModuleCost], stored: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
+    """Return modules with the bytes of parameters as they are stored."""
+    names = ("parameter_bytes", "shared_bytes")
+    return tuple(
+        replace(
+            one,
+            layers=tuple(
+                replace(layer, **{name: getattr(own, name) for name in names})
+                for layer, own in zip(one.layers, other.layers, strict=True)
+            ),
+        )
+        for one, other in zip(modules, stored, strict=True)
+    )
