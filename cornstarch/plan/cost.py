@@ -136,7 +136,7 @@ class RunCost:
     state_bytes: int = 8
     """Optimizer state per trained parameter: 8 for Adam on float32."""
     eager: tuple[ModuleCost, ...] = ()
-    """The modules where their layers are not compiled, as with cp and zero_bubble; empty: they cost the same."""
+    """The modules where their layers are not compiled, as with zero_bubble; empty: they cost the same."""
     straggler: tuple[tuple[int, float], ...] = ()
     """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
 
