@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.attention.opaque_attention import attend_opaquely, count_held, hold, number_mask
+from cornstarch.compat.compiler import set_activation_budget
 from tests import zoo
 
 HEADS, WIDTH = 4, 8
@@ -114,6 +115,25 @@ def test_compiled_layers_attend_as_eager_ones_do(backend: str, attend: Attend, t
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     gc.collect()
     assert count_held() == 0
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.05])
+def test_attention_is_never_computed_again_to_save_memory(budget: float) -> None:
+    calls: list[int] = []
+
+    def attend(options: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
+        calls.append(1)
+        return attend_by_torch(options, query, key, value, sinks)
+
+    layers = build_layers(turns=True)
+    set_activation_budget(budget)
+    try:
+        for layer in layers:
+            layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+        run_layers(layers, torch.ones(2, 5, HEADS * WIDTH), Mask(attend), eager=False)
+    finally:
+        set_activation_budget(1.0)
+    assert len(calls) == len(layers)
 
 
 def test_nothing_is_kept_without_gradients_or_after_a_forward_pass_alone() -> None:
