@@ -35,7 +35,7 @@ def runs(workers: Pool) -> Iterator[dict[str, list[Run]]]:
     workers.renew()
     found: dict[str, list[Run]] = {}
     for ranks, setups in ((2, SETUPS), (4, TWO_AXES)):
-        by_rank = workers.run(ranks, train_each, list(setups.values()))
+        by_rank = workers.run(ranks, train_each, list(setups.values()), seconds=900.0)
         found |= {name: [one[place] for one in by_rank] for place, name in enumerate(setups)}
     yield found
     workers.renew()
