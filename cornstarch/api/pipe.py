@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_call
 
-from cornstarch.attention.backends import build_checkpoint_contexts
+from cornstarch.attention.interface import build_checkpoint_contexts
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
 from cornstarch.errors import ConfigError

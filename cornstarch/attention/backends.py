@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, get_args
 
@@ -191,12 +191,9 @@ def use_attention(choice: AttentionChoice) -> Iterator[None]:
         _choice.reset(token)
 
 
-def build_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed forward pass and of its recomputation, for torch's `checkpoint`."""
-    # The backward pass runs outside of `use_attention`: without a context, the recomputation would select other
-    # kernels, which save other tensors.
-    choice = _choice.get()
-    return nullcontext(), nullcontext() if choice is None else use_attention(choice)
+def get_chosen_attention() -> AttentionChoice | None:
+    """Return the kernels of the innermost `use_attention`; None outside of any."""
+    return _choice.get()
 
 
 def get_attention_choice() -> AttentionChoice:

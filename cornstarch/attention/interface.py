@@ -13,8 +13,8 @@ Shape letters: B rows, H heads, S tokens of a row, Q and K tokens of some ranks,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from cornstarch.attention.backends import DEFAULT_OPTIONS, is_dense_requested, run_attention, select_backend
+from cornstarch.attention.backends import (
+    DEFAULT_OPTIONS,
+    AttentionChoice,
+    get_chosen_attention,
+    is_dense_requested,
+    run_attention,
+    select_backend,
+    use_attention,
+)
 from cornstarch.attention.mask import BLOCK_SIZE, CAUSAL, MaskFunction, MaskSpec, RangeMask
+from cornstarch.attention.opaque_attention import attend_opaquely, number_mask
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 IMPLEMENTATION = "cornstarch"
@@ -69,6 +78,28 @@ def set_attention_function(function: Callable[..., Any]) -> Callable[[], None]:
     """Let `function(module, query, key, value, mask, options)` attend for layers; return a function that undoes it."""
     token = _attention_function.set(function)
     return lambda: _attention_function.reset(token)
+
+
+def has_attention_function() -> bool:
+    """Return whether a function attends for layers, which are not compiled then."""
+    return _attention_function.get() is not None
+
+
+def build_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpointed forward pass and of its recomputation, for torch's `checkpoint`."""
+    # The backward pass runs outside of `use_attention`, and of the hooks that set a function: without a context, the
+    # recomputation would select other kernels, which save other tensors.
+    return nullcontext(), _attend_again(get_chosen_attention(), _attention_function.get())
+
+
+@contextmanager
+def _attend_again(choice: AttentionChoice | None, function: Callable[..., Any] | None) -> Iterator[None]:
+    token = _attention_function.set(function)
+    try:
+        with nullcontext() if choice is None else use_attention(choice):
+            yield
+    finally:
+        _attention_function.reset(token)
 
 
 def build_mask(
@@ -160,8 +191,10 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend for a layer: over ranks, by the function of `set_attention_function`, or by `run_attention`."""
     is_sharded = isinstance(attention_mask, ShardedMask)
-    if torch.compiler.is_compiling() and not is_sharded:
-        # Context variables cannot be traced; they are not set for layers that are compiled.
+    if torch.compiler.is_compiling():
+        # Context variables cannot be traced; layers run uncompiled where a function is set (`CompiledForward`).
+        if is_sharded:
+            return attention_mask.attend_compiled(module, query, key, value, **{**DEFAULT_OPTIONS, **options}), None
         return run_attention(module, query, key, value, attention_mask, **options)
     function = _attention_function.get()
     if function is not None:
@@ -217,6 +250,14 @@ class TokenSharding:
         return tuple(range(len(self.rank_positions)))
 
 
+def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
+    for option, given in options.items():
+        if isinstance(given, Tensor) and option not in (*DEFAULT_OPTIONS, *_HARMLESS_OPTIONS):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} changes its attention by {option!r}, which is not cut with the tokens"
+            )
+
+
 @dataclass(eq=False)
 class ShardedMask:
     """What tokens of some ranks see of tokens of others, for one kind of layers; rendered on first use."""
@@ -227,22 +268,40 @@ class ShardedMask:
     _rendered: dict[tuple[tuple[int, ...], tuple[int, ...]], RenderedMask] = field(default_factory=dict)
     _empty: dict[int, bool] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.number = number_mask(self)
+        """By which compiled layers name it."""
+        self.passes_query = bool(getattr(self.sharding.method, "keeps_query", True))
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attend for a layer with this rank's tokens: [B, H, s, D] -> [B, s, H, D]."""
-        name, own = type(module).__name__, len(self.sharding.local_positions)
-        scaling, sinks = options["scaling"], options["s_aux"]
-        for option, given in options.items():
-            if isinstance(given, Tensor) and option not in (*DEFAULT_OPTIONS, *_HARMLESS_OPTIONS):
-                raise UnsupportedModelError(
-                    f"{name} changes its attention by {option!r}, which is not cut with the tokens"
-                )
+        _check_options(module, options)
+        scoring = (options["scaling"], options["softcap"], options["dropout"], module.training)
+        return self.attend_with(scoring, query, key, value, options["s_aux"])
+
+    def attend_compiled(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attend as `attend` does, in a layer that is being compiled: as one operator of its graph."""
+        _check_options(module, options)
+        kind, sinks = query.device.type, options["s_aux"]
+        if torch.is_autocast_enabled(kind):  # a graph contains its casts, and operators run without autocast
+            query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
+        scaling = query.shape[-1] ** -0.5 if options["scaling"] is None else float(options["scaling"])
+        scoring = (scaling, options["softcap"], options["dropout"], module.training)
+        sinks = None if sinks is None else sinks.float()
+        return attend_opaquely(query, key, value, sinks, self.number, scoring, self.passes_query)
+
+    def attend_with(
+        self, options: Sequence[Any], query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend by this mask; options: scale (None: that of the width of heads), softcap, dropout, training."""
+        own = len(self.sharding.local_positions)
         if query.shape[2] != own or key.shape[2] != own:
             raise UnsupportedModelError(
-                f"{name} attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {own}"
+                f"a layer attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {own}"
             )
         self.sharding.calls += 1
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        scoring = ScoreOptions(scale, options["softcap"], options["dropout"], module.training)
+        scaling, *rest = options
+        scoring = ScoreOptions(query.shape[-1] ** -0.5 if scaling is None else float(scaling), *rest)
         return self.sharding.method(scoring, self, query, key, value, sinks)
 
     def render(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> RenderedMask:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.traceback
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def has_triton() -> bool:
@@ -123,3 +125,31 @@ def set_activation_budget(fraction: float) -> None:
     # torch would also keep whatever a matrix product of the backward pass reads: an activation function's output beside
     # its inputs. To write that once more costs almost nothing, and it takes a fifth of the memory of a step.
     config.ban_recompute_materialized_backward = False
+
+
+@contextmanager
+def save_results() -> Iterator[None]:
+    """Let a graph that is being traced in this block keep its results for the backward pass, whatever memory it takes.
+
+    torch does so for its own collectives, by their names, and for what selective checkpointing marks, as here.
+    """
+    meta = torch.fx.traceback.current_meta
+    before = meta.get("recompute")
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        meta.pop("recompute")
+        if before is not None:
+            meta["recompute"] = before
+
+
+@contextmanager
+def record_in_operator() -> Iterator[None]:
+    """Let autograd record, or run, in this block of an operator's implementation."""
+    # torch runs implementations below autograd, where `enable_grad` alone changes nothing.
+    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield

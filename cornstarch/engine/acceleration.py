@@ -68,9 +68,8 @@ def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
     """Return the modules of a plan whose layers cannot be compiled, with the reason."""
     if ranks == 1:
         return {}
-    schedule = plan.schedule if plan.is_pipeline else None
-    found = {name: explain_uncompiled(module.cp, schedule) for name, module in plan.modules.items()}
-    return {name: reason for name, reason in found.items() if reason is not None}
+    reason = explain_uncompiled(plan.schedule if plan.is_pipeline else None)
+    return {} if reason is None else dict.fromkeys(plan.modules, reason)
 
 
 def compiles(compile: CompileMode, device: torch.device) -> bool:

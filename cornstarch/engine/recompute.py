@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cornstarch.attention.backends import build_checkpoint_contexts
+from cornstarch.attention.interface import build_checkpoint_contexts
 from cornstarch.config import RunConfig, format_size
 from cornstarch.cost.activations import LayerActivations, measure_compiled_bytes
 from cornstarch.cost.meta_kernels import use_fused_loss

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cornstarch.attention.backends import build_checkpoint_contexts
+from cornstarch.attention.interface import build_checkpoint_contexts, has_attention_function
 from cornstarch.compat.compiler import (
     compile_error,
     compile_variants,
@@ -100,7 +100,7 @@ class CompiledForward:
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled is None or _runs_eagerly:
+        if self._compiled is None or _runs_eagerly or has_attention_function():
             return self.plain(*args, **kwargs)
         if self._any_rows:
             for value in (*args, *kwargs.values()):

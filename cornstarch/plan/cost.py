@@ -142,7 +142,7 @@ class RunCost:
     state_bytes: int = 8
     """Optimizer state per trained parameter: 8 for Adam on float32."""
     eager: tuple[ModuleCost, ...] = ()
-    """The modules where their layers are not compiled, as with cp and zero_bubble; empty: they cost the same."""
+    """The modules where their layers are not compiled, as with zero_bubble; empty: they cost the same."""
     gathered: tuple[ModuleCost, ...] = ()
     """The modules as sharded kinds compute them, with weights in half precision; empty: they cost the same."""
     gathered_eager: tuple[ModuleCost, ...] = ()

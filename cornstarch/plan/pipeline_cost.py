@@ -192,7 +192,7 @@ class PipelineCost:
             in_passes = candidate.kind in GATHERED and not self.keeps
             gathered = self.replicas[name] // self.model_copies if in_passes else 1, candidate.kind != "zero2"
             links = self.links.groups[name]
-            compiled = explain_uncompiled(plan.cp, candidate.schedule if candidate.is_pipeline else None) is None
+            compiled = explain_uncompiled(candidate.schedule if candidate.is_pipeline else None) is None
             how = *flags, *gathered, compiled, candidate.kind in GATHERED
             self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *how)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}

@@ -120,11 +120,9 @@ ClassNames = Annotated[
 ]  # fmt: skip
 
 
-def explain_uncompiled(cp: int, schedule: str | None) -> str | None:
-    """Return why the layers of a module are not compiled; None if they are. `schedule`: None without a pipeline."""
-    if schedule in ("zero_bubble", "auto"):
-        return "the schedule takes the backward pass of its layers apart"
-    return "its attention talks to other ranks (cp)" if cp > 1 else None
+def explain_uncompiled(schedule: str | None) -> str | None:
+    """Return why layers are not compiled under a schedule; None if they are. `schedule`: None without a pipeline."""
+    return "the schedule takes the backward pass of its layers apart" if schedule in ("zero_bubble", "auto") else None
 
 
 @section

@@ -38,11 +38,12 @@ def trained(folder: str, output: str, *overrides: str) -> dict[str, Any]:
         trainer.setup()
         losses = [float(trainer.step(batch).loss) for batch in trainer.batches()]
         trainer.save()
-    gathered = distributed.all_gather_json(losses if trainer.replica.is_leader else [0.0] * len(losses))
+    together = distributed.sum_over_ranks(losses)
     return {
-        "losses": [sum(step) for step in zip(*gathered, strict=True)],
+        "losses": [step / trainer.replica.loss_copies for step in together],
         "layers": sum(isinstance(module, Fp8Linear) for module in trainer.model.modules()),
         "told": trainer.run_model.acceleration.fp8,
         "notes": trainer.run_model.acceleration.notes,
+        "compiled": trainer.run_model.acceleration.describe_compilation(),
         "parameters": {name: str(p.dtype) for part in trainer.run_model.parts for name, p in part.parameters.items()},
     }

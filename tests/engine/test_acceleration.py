@@ -40,13 +40,14 @@ def test_layers_of_every_part_are_compiled_on_request() -> None:
     assert list(model.state_dict()) == names
 
 
-def test_parts_that_talk_to_others_are_left_with_the_reason() -> None:
-    plan = Plan(modules={"vision": ModulePlan(), "language_model": ModulePlan(cp=2)})
-    whole = find_uncompiled_modules(plan, ranks=2)
-    assert list(whole) == ["language_model"] and "(cp)" in whole["language_model"]
-    assert find_uncompiled_modules(plan, ranks=1) == {}
-    assert find_uncompiled_modules(Plan(modules={"model": ModulePlan(tp=2)}), ranks=2) == {}
-    with pytest.raises(ConfigError, match=r"language_model cannot be compiled: .*Use compile: auto"):
+def test_parts_whose_backward_pass_is_taken_apart_are_left_with_the_reason() -> None:
+    modules = {"vision": ModulePlan(), "language_model": ModulePlan(stages=2)}
+    whole = find_uncompiled_modules(Plan(modules=modules, schedule="zero_bubble"), ranks=2)
+    assert list(whole) == ["vision", "language_model"] and "takes the backward pass" in whole["language_model"]
+    assert find_uncompiled_modules(Plan(modules=modules), ranks=2) == {}
+    for sizes in ({"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2, "cp_mode": "all_to_all"}):
+        assert find_uncompiled_modules(Plan(modules={"model": ModulePlan(**sizes)}), ranks=4) == {}
+    with pytest.raises(ConfigError, match=r"vision cannot be compiled: .*Use compile: auto"):
         accelerate_model(composed(), CPU, "layers", whole=whole)
     told: list[str] = []
     model = composed()

@@ -84,6 +84,22 @@ def test_shards_of_tensor_parallelism(more: list[str], bf16: tuple[Path, dict[st
     pool().close()
 
 
+def test_compiled_under_context_parallelism(bf16: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, right = bf16
+    sizes = [f"parallel.modules.{name}.cp=2" for name in ("vision", "language_model")]
+    more = [*sizes, "parallel.ranks=shared", "compile=layers", "loop.activation_checkpointing=true"]
+    pool().close()  # torch remembers meshes of an earlier job
+    for found in pool().run(2, trained, str(folder), str(tmp_path / "cp"), "fp8=rowwise", *more):
+        near(found["losses"], right["losses"])
+        assert found["layers"] == VISION_LAYERS + LANGUAGE_LAYERS
+        assert not any("not compiled" in note for note in found["notes"])
+        parts = {part["part"]: part for part in found["compiled"]["parts"]}
+        assert parts.keys() == {"vision", "language_model"}
+        assert all(part["compiled"] and not part["eager"] for part in parts.values())
+        assert all(0 < count <= 3 for part in parts.values() for count in part["variants"].values())
+    pool().close()
+
+
 def test_in_two_stages(bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = bf16
     more = ["loop.gradient_accumulation_steps=2", "model.language_model.config.num_hidden_layers=2"]

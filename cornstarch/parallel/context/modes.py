@@ -56,6 +56,9 @@ def register_context_parallel_mode(name: str, build: Callable[[Group], ContextPa
 
 
 class _GroupMode:
+    keeps_query = True
+    """Whether autograd saves the query of this rank as it is."""
+
     def __init__(self, group: Group) -> None:
         self.group = group
 
@@ -85,6 +88,8 @@ class AllToAllAttention(_GroupMode):
 
     Heads need not divide. A key head that several ranks need is sent to each of them.
     """
+
+    keeps_query = False
 
     def __call__(
         self, scoring: ScoreOptions, mask: ShardedMask, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None

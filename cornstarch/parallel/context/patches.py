@@ -26,6 +26,7 @@ from cornstarch.attention.backends import run_attention
 from cornstarch.attention.interface import IMPLEMENTATION, set_attention_function
 from cornstarch.attention.mask_verification import logits_tolerance, use_eval_mode
 from cornstarch.errors import UnsupportedModelError
+from cornstarch.kernels.compile import run_eagerly
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.modes import gather_varying
 from cornstarch.parallel.tensor.layers import change_output
@@ -116,8 +117,10 @@ class PatchSharder:
         self._is_on = False
         self._pass: PatchShards | None = None
         self._running: list[tuple[_PatchAttention, Any]] = []
+        classes = {kind: self._build_class(kind) for kind in dict.fromkeys(map(type, self.layers))}
         for layer in self.layers:
             self._attach(layer)
+            layer.__class__ = classes[type(layer)]
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -127,15 +130,14 @@ class PatchSharder:
         finally:
             self._is_on, self._pass = False, None
 
-    def _attach(self, layer: nn.Module) -> None:
-        kind, ranks = type(layer), self.ranks
-        is_first, is_last = layer is self.layers[0], layer is self.layers[-1]
-        signature = inspect.signature(kind.forward)
+    def _build_class(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """Return a class whose calls begin a pass at the first layer; layers of one class share compiled variants."""
+        signature, ranks = inspect.signature(kind.forward), self.ranks
 
         def call(module: nn.Module, *inputs: Any, **options: Any) -> Any:
             if not self._is_on:
                 return kind.__call__(module, *inputs, **options)
-            if is_first:
+            if module is self.layers[0]:
                 named = _bind(signature, inputs, options)
                 first, bounds = next(iter(named.values())), named.get(_BOUNDS)
                 lengths = [first.shape[-2]] if bounds is None else bounds.diff().tolist()
@@ -143,6 +145,12 @@ class PatchSharder:
                     raise UnsupportedModelError(f"an item of {min(lengths)} tokens cannot be cut over {ranks} ranks")
                 self._pass = PatchShards(lengths, first.dim() - 2, self.rank, ranks, self.group, bounds)
             return kind.__call__(module, *inputs, **options, **{_PASS: self._pass})
+
+        return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+    def _attach(self, layer: nn.Module) -> None:
+        is_first, is_last = layer is self.layers[0], layer is self.layers[-1]
+        signature = inspect.signature(type(layer).forward)
 
         def enter(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
             cut: PatchShards | None = options.pop(_PASS, None)
@@ -168,7 +176,6 @@ class PatchSharder:
                 raise UnsupportedModelError(f"{name} does not attend through transformers' attention interface")
             return change_output(output, attention.cut.collect) if is_last else output
 
-        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave, always_call=True)
 
@@ -181,7 +188,7 @@ class PatchSharder:
         found, reason = torch.inf, "cut, it computes something else than whole"
         try:
             inner.set_attn_implementation(IMPLEMENTATION)
-            with use_eval_mode(self.encoder):
+            with use_eval_mode(self.encoder), run_eagerly():  # a trial is no reason to compile layers
                 # Not by a call: the encoder is being called already, and FSDP's hooks around that must not run twice.
                 expected = tensors_in(self.encoder.forward(**item))
                 with self.use():
