@@ -390,7 +390,7 @@ def concatenate_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
     return joined
 
 
-def _concatenate(values: Sequence[Tensor]) -> Tensor:
+def _concatenate(values: list[Tensor]) -> Tensor:
     first = values[0]
     if get_worker_info() is None or len({value.dtype for value in values}) > 1:
         return torch.cat(values) if len(values) > 1 else first

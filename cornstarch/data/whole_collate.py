@@ -44,7 +44,7 @@ class WholeChatCollator(ChatCollator):
         if sample.document:
             return self._prepare_document(sample, by_name)
         conversation = self._whole_writer.conversation(sample, items)
-        encoded = self._encode(self._whole_writer.mark_answers(conversation))
+        encoded = self._encode(*self._whole_writer.mark_answers(conversation))
         tokens, encoder_inputs = self._split_inputs(encoded.inputs)
         input_ids, own_labels = tokens.pop("input_ids"), tokens.pop("labels", None)
         if items and not encoder_inputs:
@@ -68,9 +68,11 @@ class WholeChatCollator(ChatCollator):
     def _load_items(self, sample: Sample) -> list[Any]:
         return [self._load_item(media, self.modality(media)) for media in sample.media]
 
-    def _encode(self, conversation: Conversation, prompt: bool = False) -> hf_processor.EncodedConversation:
+    def _encode(
+        self, conversation: Conversation, text: str | None = None, prompt: bool = False
+    ) -> hf_processor.EncodedConversation:
         with as_sample_errors():
-            return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
+            return self._own.encode(conversation, prompt=prompt, hidden=MARKS, text=text)
 
     def _split_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Split a batch of one into values per token, [S], and the encoders' inputs."""
@@ -148,8 +150,9 @@ class WholeChatCollator(ChatCollator):
             processors = self._own.encoder_processors
             stand_ins = [build_noise_item(processors[self.modality(media)]) for media in sample.media]
             return self._apply_token_template(self._whole_writer.conversation(sample, stand_ins))
-        conversation = self._whole_writer.mark_answers(self._whole_writer.conversation(sample))
-        return self._tokenize_unexpanded(self._whole_writer.find_trained(self._whole_writer.write(conversation)))
+        conversation, text = self._whole_writer.mark_answers(self._whole_writer.conversation(sample))
+        text = self._whole_writer.write(conversation) if text is None else text
+        return self._tokenize_unexpanded(self._whole_writer.find_trained(text))
 
     def _tokenize_unexpanded(self, rendered: RenderedText) -> tuple[Tensor, Tensor]:
         """Tokenize a text with one placeholder per item, with the special tokens that the processor adds around it."""
