@@ -95,7 +95,7 @@ class CompiledForward:
         any_rows: bool,
         options: Any,
     ) -> None:
-        self.plain, self._any_rows = plain, any_rows
+        self.plain, self._any_rows, self._is_dynamic = plain, any_rows, bool(options.get("dynamic"))
         self._shapes: set[torch.Size] = set()  # the first two of the input
         self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
         self._on_failure, self._layer, self._log, self._part = on_failure, type(layer).__name__, log, part
@@ -107,9 +107,11 @@ class CompiledForward:
             return self.plain(*args, **kwargs)
         if shape is not None and len(self._shapes) < 2:
             self._shapes.add(shape)
-        args = tuple(copy_view(one) if isinstance(one, torch.Tensor) else one for one in args)
+        if not self._is_dynamic:
+            args = tuple(copy_view(one) if isinstance(one, torch.Tensor) else one for one in args)
         # Where lengths vary, the last batch of an epoch, or of an evaluation, may have fewer rows, too.
-        if self._any_rows or len(self._shapes) > 1 or not torch.is_grad_enabled():
+        is_any = not self._is_dynamic and (len(self._shapes) > 1 or not torch.is_grad_enabled())
+        if self._any_rows or is_any:
             for value in (*args, *kwargs.values()):
                 for one in value if isinstance(value, tuple) else (value,):  # cosines and sines
                     if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] > 1:

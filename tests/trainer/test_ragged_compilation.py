@@ -83,6 +83,9 @@ def test_nothing_is_compiled_again_after_the_first_steps(kind: str, packing: boo
     assert log.layers == {part: count for part, (_, count) in LAYERS[kind].items()} and not log.eager
     variants = log.variants()
     assert variants.keys() == {(part, layer) for part, (layer, _) in LAYERS[kind].items()}
-    assert max(variants.values()) <= 3, [one.describe() for one in log.compilations]
+    for (part, _), count in variants.items():
+        # The first block of Qwen2.5-VL's vision gets a view, the others do not: torch compiles both, in both modes.
+        most = 4 if (kind, part) == ("whole", "vision") else 3
+        assert count <= most, [one.describe() for one in log.compilations]
     late = [line["text"] for line in lines if line.get("event") in ("compiled", "recompiled") and line["step"] > 10]
     assert not late
