@@ -93,9 +93,10 @@ class CompiledForward:
         log: CompileLog,
         part: str,
         any_rows: bool,
+        over_items: bool,
         options: Any,
     ) -> None:
-        self.plain, self._any_rows, self._is_dynamic = plain, any_rows, bool(options.get("dynamic"))
+        self.plain, self._any_rows, self._over_items = plain, any_rows, over_items
         self._shapes: set[torch.Size] = set()  # the first two of the input
         self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
         self._on_failure, self._layer, self._log, self._part = on_failure, type(layer).__name__, log, part
@@ -107,10 +108,10 @@ class CompiledForward:
             return self.plain(*args, **kwargs)
         if shape is not None and len(self._shapes) < 2:
             self._shapes.add(shape)
-        if not self._is_dynamic:
+        if not self._over_items:
             args = tuple(copy_view(one) if isinstance(one, torch.Tensor) else one for one in args)
         # Where lengths vary, the last batch of an epoch, or of an evaluation, may have fewer rows, too.
-        is_any = not self._is_dynamic and (len(self._shapes) > 1 or not torch.is_grad_enabled())
+        is_any = not self._over_items and (len(self._shapes) > 1 or not torch.is_grad_enabled())
         if self._any_rows or is_any:
             for value in (*args, *kwargs.values()):
                 for one in value if isinstance(value, tuple) else (value,):  # cosines and sines
@@ -132,7 +133,7 @@ class CompiledForward:
 
     def _is_lone_row(self, shape: torch.Size | None) -> bool:
         """Whether an evaluation that had several rows is left with one, for which torch would compile a variant."""
-        if torch.is_grad_enabled() or shape is None or shape[:1] != (1,):
+        if self._over_items or torch.is_grad_enabled() or shape is None or shape[:1] != (1,):
             return False
         return any(one[:1] != (1,) for one in self._shapes)
 
@@ -183,7 +184,9 @@ def compile_layers(
     only the next, with the second length or without gradients, for any number from two on.
     """
     log = CompileLog() if log is None else log
-    count = 0
+    count, layers = 0, list(layers)
+    # The layers of an encoder of items of any size have dynamic sizes of their own.
+    over_items = any(is_item_attention(module) for layer in layers for module in layer.modules())
     for layer in layers:
         wrapper = layer.__dict__.get("forward")
         forward = wrapper.inner if isinstance(wrapper, CheckpointedForward) else layer.forward
@@ -195,7 +198,7 @@ def compile_layers(
                 module.__dict__["forward"] = UncompiledForward(module)
         # The first batch says nothing about the number of items and tokens of the next.
         own = {"dynamic": True, **options} if any(map(is_item_attention, item_modules)) else options
-        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, own)
+        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, over_items, own)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:
