@@ -57,6 +57,15 @@ def mark_any_size(tensor: Tensor, dim: int) -> None:
     maybe_mark_dynamic(tensor, dim)
 
 
+def copy_view(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that is a view of another, else the tensor itself.
+
+    torch guards the sizes of what a view is of, too: where sizes are dynamic, the first layer of a model, whose input
+    is a view of what was merged, would have a variant of its own, and the other layers another.
+    """
+    return tensor if tensor._base is None else tensor.clone()
+
+
 @contextmanager
 def raise_at_recompile_limit() -> Iterator[None]:
     """Let torch raise in this block, instead of running a function eagerly, when it has too many variants."""

@@ -133,17 +133,21 @@ class WholeChatWriter:
         messages = messages_of(sample, self._system)
         return [{"role": m.role, "content": [part(one) for one in _merge_texts(m.content)]} for m in messages]
 
-    def mark_answers(self, conversation: Conversation) -> Conversation:
-        """Return a conversation with marks around its answers; refuse a template that changes the text for them."""
+    def mark_answers(self, conversation: Conversation) -> tuple[Conversation, str | None]:
+        """Return a conversation with marks around its answers, and its text if there are any.
+
+        A template that changes the text for the marks is refused.
+        """
         if not self._answers_only or self._processor.style in ("suffix", "tokens"):  # these find answers without marks
-            return conversation
+            return conversation, None
         marked: Conversation = [{**turn, "content": [{**part} for part in turn["content"]]} for turn in conversation]
         for part in (part for turn in marked if turn["role"] == "assistant" for part in turn["content"]):
             if part["type"] == "text":
                 part["text"] = mark_answer(part["text"])
         expected = sum(OPEN in part.get("text", "") for turn in marked for part in turn["content"])
-        _check_marks(self.write(marked), self.write(conversation), expected)
-        return marked
+        text = self.write(marked)
+        _check_marks(text, self.write(conversation), expected)
+        return marked, text
 
     def write(self, conversation: Conversation, *, prompt: bool = False) -> str:
         """Return the text of a conversation; SampleError if the template refuses it."""

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
+from cornstarch.compat.shared_tensors import build_shared_tensor
 from cornstarch.config import DataConfig
 from cornstarch.data.chat import ChatWriter, RenderedText, mask_trained_tokens, special_tokens
 from cornstarch.data.feature_store import CachedItem, FeatureStore, merge_cached_items
@@ -376,7 +378,7 @@ def concatenate_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
             joined[key] = concatenate_inputs(values)
         elif all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
             same = len({value.shape[1:] for value in values}) == 1
-            joined[key] = torch.cat(values) if same else None
+            joined[key] = _concatenate(values) if same else None
         elif all(isinstance(value, list | tuple) for value in values):
             joined[key] = [item for value in values for item in value]
         elif all(np.array_equal(value, values[0]) for value in values):
@@ -386,6 +388,15 @@ def concatenate_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
         if joined[key] is None:
             return None
     return joined
+
+
+def _concatenate(values: list[Tensor]) -> Tensor:
+    first = values[0]
+    if get_worker_info() is None or len({value.dtype for value in values}) > 1:
+        return torch.cat(values) if len(values) > 1 else first
+    # Pixels are most of a batch, and travel in shared memory: they are written there at once.
+    shared = build_shared_tensor((sum(len(value) for value in values), *first.shape[1:]), first.dtype)
+    return torch.cat(values, out=shared)
 
 
 # ------------------------------------------------------------------------------------------------ padded lengths

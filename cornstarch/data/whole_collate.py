@@ -44,7 +44,7 @@ class WholeChatCollator(ChatCollator):
         if sample.document:
             return self._prepare_document(sample, by_name)
         conversation = self._whole_writer.conversation(sample, items)
-        encoded = self._encode(self._whole_writer.mark_answers(conversation))
+        encoded = self._encode(*self._whole_writer.mark_answers(conversation))
         tokens, encoder_inputs = self._split_inputs(encoded.inputs)
         input_ids, own_labels = tokens.pop("input_ids"), tokens.pop("labels", None)
         if items and not encoder_inputs:
@@ -68,9 +68,11 @@ class WholeChatCollator(ChatCollator):
     def _load_items(self, sample: Sample) -> list[Any]:
         return [self._load_item(media, self.modality(media)) for media in sample.media]
 
-    def _encode(self, conversation: Conversation, prompt: bool = False) -> hf_processor.EncodedConversation:
+    def _encode(
+        self, conversation: Conversation, text: str | None = None, prompt: bool = False
+    ) -> hf_processor.EncodedConversation:
         with as_sample_errors():
-            return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
+            return self._own.encode(conversation, prompt=prompt, hidden=MARKS, text=text)
 
     def _split_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Split a batch of one into values per token, [S], and the encoders' inputs."""
@@ -148,8 +150,9 @@ class WholeChatCollator(ChatCollator):
             processors = self._own.encoder_processors
             stand_ins = [build_noise_item(processors[self.modality(media)]) for media in sample.media]
             return self._apply_token_template(self._whole_writer.conversation(sample, stand_ins))
-        conversation = self._whole_writer.mark_answers(self._whole_writer.conversation(sample))
-        return self._tokenize_unexpanded(self._whole_writer.find_trained(self._whole_writer.write(conversation)))
+        conversation, text = self._whole_writer.mark_answers(self._whole_writer.conversation(sample))
+        text = self._whole_writer.write(conversation) if text is None else text
+        return self._tokenize_unexpanded(self._whole_writer.find_trained(text))
 
     def _tokenize_unexpanded(self, rendered: RenderedText) -> tuple[Tensor, Tensor]:
         """Tokenize a text with one placeholder per item, with the special tokens that the processor adds around it."""
@@ -220,33 +223,63 @@ class WholeChatCollator(ChatCollator):
             assert joined is not None
             return joined
         keys = frozenset(frozenset(inputs) for inputs in given)
-        if joined is not None and self._joins.get(keys):
+        if joined is not None and self._is_concatenated(keys, samples):
             return joined
+        if any(sample.source is None and sample.items for sample in samples):
+            raise ConfigError(
+                f"{samples[0].id} and its neighbours are texts without roles with items of several sizes, which "
+                f"{self._class_name} cannot lay out together. Give conversations, or microbatches of one sample."
+            )
         try:
-            if any(sample.source is None and sample.items for sample in samples):
-                raise ConfigError(
-                    f"{samples[0].id} and its neighbours are texts without roles with items of several sizes, which "
-                    f"{self._class_name} cannot lay out together. Give conversations, or microbatches of one sample."
-                )
-            # The processor pads items of several sizes, and rows without items.
-            made = self._own.encode_batch([sample.source for sample in samples if sample.source is not None])
-            together = {key: value for key, value in made.items() if any(key in inputs for inputs in given)}
+            return self._process_together(samples)
         except ConfigError:
             raise
         except Exception as error:
-            if joined is None:
-                raise ConfigError(
-                    f"{self._class_name} cannot process {samples[0].id} and its neighbours together: "
-                    f"{type(error).__name__}: {error}. Use microbatches of one sample."
-                ) from error
-            together = joined  # a processor that takes one item per text, for example
-        if joined is not None and keys not in self._joins:
-            self._joins[keys] = joined.keys() == together.keys() and all(
-                _are_equal(joined[key], together[key]) for key in joined
-            )
-        return together
+            if joined is not None:
+                return joined
+            raise ConfigError(
+                f"{self._class_name} cannot process {samples[0].id} and its neighbours together: "
+                f"{type(error).__name__}: {error}. Use microbatches of one sample."
+            ) from error
+
+    def _process_together(self, samples: Sequence[PreparedSample]) -> dict[str, Any]:
+        """Return the encoders' inputs of samples as their processor pads them: items of several sizes, empty rows."""
+        made = self._own.encode_batch([sample.source for sample in samples if sample.source is not None])
+        return {key: value for key, value in made.items() if any(key in sample.encoder_inputs for sample in samples)}
+
+    def _is_concatenated(self, keys: frozenset[frozenset[str]], samples: Sequence[PreparedSample]) -> bool:
+        """Whether the processor only concatenates the inputs of such samples: tried once, on a few of the first."""
+        # A processor that leaves out samples without items when there are some changes nothing when there are none.
+        if any(keys <= known for known, is_concatenated in self._joins.items() if is_concatenated):
+            return True
+        if keys not in self._joins:
+            tried = _choose_tried(samples)
+            if any(sample.source is None and sample.items for sample in tried):
+                return False  # a text without roles, which its processor takes only alone
+            joined = concatenate_inputs([sample.encoder_inputs for sample in tried if sample.encoder_inputs])
+            try:
+                self._joins[keys] = joined is not None and _are_equal(joined, self._process_together(tried))
+            except ConfigError:
+                raise
+            except Exception:  # a processor that takes one item per text, for example
+                self._joins[keys] = True
+        return self._joins[keys]
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    ours, theirs = tensors_in(one), tensors_in(other)
+def _choose_tried(samples: Sequence[PreparedSample]) -> list[PreparedSample]:
+    """Return, in order, the samples with the fewest and the most items for each kind of inputs."""
+    by_keys: dict[frozenset[str], list[int]] = {}
+    for number, sample in enumerate(samples):
+        by_keys.setdefault(frozenset(sample.encoder_inputs), []).append(number)
+    chosen: set[int] = set()
+    for numbers in by_keys.values():
+        numbers.sort(key=lambda number: sum(map(len, samples[number].items.values())))
+        chosen |= {numbers[0], numbers[-1]} if samples[numbers[0]].encoder_inputs else {numbers[0]}
+    return [samples[number] for number in sorted(chosen)]
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    ours, theirs = ([tensor for key in one for tensor in tensors_in(inputs[key])] for inputs in (one, other))
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

@@ -23,6 +23,7 @@ from cornstarch.attention.interface import build_checkpoint_contexts, has_attent
 from cornstarch.compat.compiler import (
     compile_error,
     compile_variants,
+    copy_view,
     is_recompile_limit,
     last_guard,
     mark_any_size,
@@ -92,20 +93,30 @@ class CompiledForward:
         log: CompileLog,
         part: str,
         any_rows: bool,
+        over_items: bool,
         options: Any,
     ) -> None:
-        self.plain, self._any_rows = plain, any_rows
+        self.plain, self._any_rows, self._over_items = plain, any_rows, over_items
+        self._shapes: set[torch.Size] = set()  # the first two of the input
         self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
         self._on_failure, self._layer, self._log, self._part = on_failure, type(layer).__name__, log, part
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled is None or _runs_eagerly or has_attention_function():
+        shape = next((one.shape for one in args if isinstance(one, torch.Tensor)), None)
+        if self._compiled is None or _runs_eagerly or has_attention_function() or self._is_lone_row(shape):
             return self.plain(*args, **kwargs)
-        if self._any_rows:
+        if shape is not None and len(self._shapes) < 2:
+            self._shapes.add(shape)
+        if not self._over_items:
+            args = tuple(copy_view(one) if isinstance(one, torch.Tensor) else one for one in args)
+        # Where lengths vary, the last batch of an epoch, or of an evaluation, may have fewer rows, too.
+        is_any = not self._over_items and (len(self._shapes) > 1 or not torch.is_grad_enabled())
+        if self._any_rows or is_any:
             for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
-                    mark_any_size(value, 0)
+                for one in value if isinstance(value, tuple) else (value,):  # cosines and sines
+                    if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] > 1:
+                        mark_any_size(one, 0)
         try:
             with raise_at_recompile_limit():
                 return self._log.run(self._part, self._layer, self._compiled, args, kwargs)
@@ -119,6 +130,12 @@ class CompiledForward:
             self._log.eager[self._part] += 1
             self._on_failure(reason)
             return self.plain(*args, **kwargs)
+
+    def _is_lone_row(self, shape: torch.Size | None) -> bool:
+        """Whether an evaluation that had several rows is left with one, for which torch would compile a variant."""
+        if self._over_items or torch.is_grad_enabled() or shape is None or shape[:1] != (1,):
+            return False
+        return any(one[:1] != (1,) for one in self._shapes)
 
     def _explain(self, error: Exception) -> str:
         """Return why torch does not compile the layer."""
@@ -163,10 +180,13 @@ def compile_layers(
 
     `on_failure` is called with the reason if a layer cannot be compiled and runs eagerly instead. Default: raise.
     `log` takes what torch compiles for these layers, as layers of `part`. With `any_rows` the first variant is for any
-    number of rows (images of a batch) from two on; else it is for the number of the first batch, which is quicker.
+    number of rows (images of a batch) from two on; else it is for the rows of the first batch, which is quicker, and
+    only the next, with the second length or without gradients, for any number from two on.
     """
     log = CompileLog() if log is None else log
-    count = 0
+    count, layers = 0, list(layers)
+    # The layers of an encoder of items of any size have dynamic sizes of their own.
+    over_items = any(is_item_attention(module) for layer in layers for module in layer.modules())
     for layer in layers:
         wrapper = layer.__dict__.get("forward")
         forward = wrapper.inner if isinstance(wrapper, CheckpointedForward) else layer.forward
@@ -178,7 +198,7 @@ def compile_layers(
                 module.__dict__["forward"] = UncompiledForward(module)
         # The first batch says nothing about the number of items and tokens of the next.
         own = {"dynamic": True, **options} if any(map(is_item_attention, item_modules)) else options
-        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, own)
+        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, over_items, own)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 WARM_UP, STEPS = 3, 3  # steps since the start that are not profiled, and then those that are
 FIRST_RECORDED = 3  # step since the start whose timeline is recorded: the first two create groups and buffers
+COMPILED = 10  # steps since the start in which layers are compiled
 _TRACED = 3  # steps from there on, with --trace
 
 
@@ -100,7 +101,8 @@ def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, p
     """Add the callbacks of the product itself to those of a trainer that is ready for its first step."""
     trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
     if trainer.run_model.acceleration.compiled:
-        trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache))
+        evaluates = bool(trainer.evaluation_sources and trainer.config.loop.evaluate_every)
+        trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache, evaluates))
     if trainer.pipeline is not None:
         trainer.callbacks.append(TimelineCallback(trainer, trace))
     if profile:
@@ -313,17 +315,26 @@ class MemoryCallback(Callback):
 
 
 class CompileCallback(Callback):
-    """Logs what torch compiled in a step or an evaluation, and why it compiled again; keeps it for the next start."""
+    """Logs what torch compiled in a step or an evaluation, and why it compiled again; keeps it for the next start.
 
-    def __init__(self, cache: CompileCache | None) -> None:
-        self._cache = cache
+    Layers without gradients are compiled with the last of the first steps: an error in that, or a lack of memory, shows
+    soon, and lengths have varied by then. An evaluation that comes earlier compiles them itself.
+    """
+
+    def __init__(self, cache: CompileCache | None, evaluates: bool) -> None:
+        self._cache, self._compiles_evaluation, self._steps = cache, evaluates, 0
 
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
+        self._steps += 1
+        if self._compiles_evaluation and self._steps == COMPILED:
+            with trainer.logger.pause():
+                trainer.evaluator.compile_layers(batch.microbatches[0])
         trainer.logger.log_compilations(trainer.run_model.acceleration, result.step)
         if self._cache is not None:
             self._cache.save_when_settled(self._count(trainer), result.step)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        self._compiles_evaluation = False
         trainer.logger.log_compilations(trainer.run_model.acceleration, trainer.position.step)
 
     def on_save(self, trainer: Trainer, path: Path) -> None:

@@ -120,20 +120,31 @@ class Evaluator:
         sources: dict[str, Measures] = {}
         counts: dict[str, int] = {}
         chances: dict[str, float] = {}
+        with self._begin_evaluation():
+            for name, source in self._sources.items():
+                viewed = view(source)
+                if len(viewed):
+                    sources[name], counts[name] = self._measure_source(viewed)
+                    if isinstance(viewed, ShuffledMedia) and viewed.chance is not None:
+                        chances[name] = viewed.chance
+        return Evaluation(sources, counts, chances)
+
+    @contextmanager
+    def _begin_evaluation(self) -> Iterator[None]:
+        """Run a block in which the model is evaluated; random numbers go on after it as before."""
         model = self._task.model
         in_eval_mode = use_eval_mode(model) if self._pipeline is None else self._pipeline.use_eval_mode()
         before = random_state()
         try:
             with self._use_weights(), use_whole_rows(model), in_eval_mode:
-                for name, source in self._sources.items():
-                    viewed = view(source)
-                    if len(viewed):
-                        sources[name], counts[name] = self._measure_source(viewed)
-                        if isinstance(viewed, ShuffledMedia) and viewed.chance is not None:
-                            chances[name] = viewed.chance
+                yield
         finally:
             restore_random_state(before)
-        return Evaluation(sources, counts, chances)
+
+    def compile_layers(self, microbatch: CollatedBatch) -> None:
+        """Measure a batch that was trained on, only to compile the layers for evaluations; all ranks must call it."""
+        with self._begin_evaluation():
+            self._measure_all([microbatch])
 
     def _measure_source(self, source: DataSource) -> tuple[Measures, int]:
         """Return the measures of all ranks together, and the number of samples."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from cornstarch.data.chat import PLAIN_TEMPLATE, RenderedText, mask_trained_tokens
-from cornstarch.data.collate import ChatCollator
+from cornstarch.data.collate import ChatCollator, concatenate_inputs
 from cornstarch.data.formats import open_source
 from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
 from cornstarch.errors import ConfigError
@@ -494,3 +494,20 @@ def test_a_document_ends_once(text: str, ends: int) -> None:
     processor, _ = processor_for(words=words())
     ids = ChatCollator(processor, data_config("x")).prepare(Sample("x:1", document=(text,))).input_ids.tolist()
     assert ids[-1] == EOS and ids[-2:] != [EOS, EOS]
+
+
+class _Joined(torch.utils.data.Dataset[tuple[bool, Tensor]]):
+    parts = [{"pixels": torch.arange(6.0).view(2, 3)}, {"pixels": torch.ones(1, 3)}]
+
+    def __getitem__(self, count: int) -> tuple[bool, Tensor]:
+        joined = concatenate_inputs(self.parts[:count])
+        assert joined is not None
+        return joined["pixels"].is_shared(), joined["pixels"]
+
+
+def test_a_worker_concatenates_in_the_memory_that_it_shares() -> None:
+    loader = torch.utils.data.DataLoader(_Joined(), batch_size=None, sampler=[1, 2], num_workers=1)
+    found = list(loader)
+    assert [is_shared for is_shared, _ in found] == [True, True]
+    assert [pixels.tolist() for _, pixels in found] == [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5], [1, 1, 1]]]
+    assert not _Joined()[2][0]

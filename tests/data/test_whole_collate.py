@@ -376,3 +376,20 @@ def test_a_processor_that_leaves_sounds_out_is_refused(folder: Path, use: Any) -
 def test_missing_part_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip install \"transformers\[mistral-common\]\""):
         task_of(folder)
+
+
+def test_the_processor_is_asked_once_and_for_few_whether_it_only_concatenates(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(write_folder("llava", folders))
+    own, together = task.collator.processor, []
+    encode = own.encode_batch
+    monkeypatch.setattr(own, "encode_batch", lambda given: together.append(len(given)) or encode(given))
+    texts = [build_question("q1"), build_question("q2 q3")]
+    shown = [build_question(*[picture(seed=number)] * (1 + number % 3), "q1") for number in range(6)]
+    batches = [[*texts, *shown], shown, shown[:2], [shown[0], *texts]]
+    found = [task.collator(batch).inputs["pixel_values"] for batch in batches]
+    assert together == [3]  # a text, and the samples with the fewest and with the most images
+    for batch, pixels in zip(batches, found, strict=True):
+        sources = [task.collator.prepare(sample).source for sample in batch]
+        assert torch.equal(pixels, encode(sources)["pixel_values"])

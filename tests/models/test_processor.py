@@ -500,6 +500,14 @@ CALLS: dict[str, tuple[Call, str]] = {
         ),
         r"CLIPVisionModel does not take what the processor made \({'pixel_values': \(1, 4, 192\)}\)",
     ),
+    "images of another size": (
+        lambda: MultimodalProcessor(
+            {"vision": transformers.CLIPImageProcessor(size={"height": 24, "width": 24}, do_center_crop=False)},
+            tokenizer(),
+            model_of(vision="clip"),
+        )(text="<vision>", images=image()),
+        r"Its config has image_size = \d+, and the images are 24 × 24: use the processor of this encoder",
+    ),
     "chat without a template": (lambda: vision().apply_chat_template(CHAT[1:]), "no chat template"),
     "chat with an unknown part": (
         lambda: vision().apply_chat_template(CHAT, chat_template=local.CHAT_TEMPLATE),

@@ -165,12 +165,15 @@ class WholeModelProcessor:
             messages = [{**message, "content": self._render_parts(message["content"])} for message in messages]
         return str(self._apply_template(messages, prompt))
 
-    def encode(self, messages: Messages, *, prompt: bool = False, hidden: str = "") -> EncodedConversation:
+    def encode(
+        self, messages: Messages, *, prompt: bool = False, hidden: str = "", text: str | None = None
+    ) -> EncodedConversation:
         """Process a conversation with its items (`prompt`: an answer follows).
 
-        The tokenizer does not see `hidden` characters; the returned text has them.
+        The tokenizer does not see `hidden` characters; the returned text has them. `text`: what `write` returned for
+        the conversation, which is then not rendered again.
         """
-        return self._record(lambda worker: self._call(worker, [messages], {}, prompt), hidden)
+        return self._record(lambda worker: self._call(worker, [messages], {}, prompt, text), hidden)
 
     def encode_text(self, text: str, items: Mapping[str, list[Any]]) -> EncodedConversation:
         """Process a text without roles, which has a placeholder for each item."""
@@ -183,10 +186,20 @@ class WholeModelProcessor:
         options = {"text_kwargs": {"padding": True, "padding_side": "right"}}
         return dict(self._call(self.original, conversations, options, False))
 
-    def _call(self, worker: Any, conversations: Sequence[Messages], options: dict[str, Any], prompt: bool) -> Any:
+    def _call(
+        self,
+        worker: Any,
+        conversations: Sequence[Messages],
+        options: dict[str, Any],
+        prompt: bool,
+        text: str | None = None,
+    ) -> Any:
         if self.token_template is not None:
             return self.token_template.encode(conversations, prompt=prompt)
-        if self.style == "parts":
+        items = [collect_items(messages) for messages in conversations]
+        # Of a text, `apply_chat_template` does what follows below, and more for sounds; some processors have their own.
+        is_plain = type(self.original).apply_chat_template is ProcessorMixin.apply_chat_template
+        if self.style == "parts" and (text is None or not is_plain or any("audio" in one for one in items)):
             return worker.apply_chat_template(
                 [[dict(message) for message in messages] for messages in conversations],
                 chat_template=self._template,
@@ -196,14 +209,16 @@ class WholeModelProcessor:
                 add_generation_prompt=prompt,
                 processor_kwargs=dict(options),
             )
-        options = {**options, **self._build_item_arguments([collect_items(messages) for messages in conversations])}
+        absent = dict.fromkeys(("images", "videos", "audio")) if self.style == "parts" else {}  # as apply_chat_template
+        options = {**absent, **options, **self._build_item_arguments(items)}
         if self.style == "suffix":
             pairs = [self._split_prefix_and_suffix(messages) for messages in conversations]
             options["text"] = [prefix for prefix, _ in pairs]
             if not prompt:
                 options["suffix"] = [suffix or "" for _, suffix in pairs]
         else:
-            options["text"] = [self.write(messages, prompt=prompt) for messages in conversations]
+            texts = [self.write(messages, prompt=prompt) for messages in conversations] if text is None else [text]
+            options["text"] = texts
             bos = self.llm_tokenizer.bos_token
             if bos is not None and options["text"][0].startswith(bos):
                 options["add_special_tokens"] = False  # as apply_chat_template decides it

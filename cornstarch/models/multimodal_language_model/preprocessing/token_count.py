@@ -182,7 +182,20 @@ class FeatureCounter:
             given = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in inputs.items()}
             raise ConfigError(
                 f"{self._name} does not take what the processor made ({given}): {type(error).__name__}: {error}"
+                f"{_explain_image_size(self._encoder, inputs)}"
             ) from error
+
+
+def _explain_image_size(encoder: ModalEncoderModule, inputs: Mapping[str, Any]) -> str:
+    """Return what to do about images of another size than an encoder's config has; nothing if sizes agree."""
+    config = getattr(unwrap(encoder.module), "config", None)
+    size, pixels = getattr(config, "image_size", None), inputs.get("pixel_values")
+    if not isinstance(size, int) or not isinstance(pixels, Tensor) or pixels.dim() != 4:
+        return ""
+    if tuple(pixels.shape[-2:]) == (size, size):
+        return ""
+    found = " × ".join(map(str, pixels.shape[-2:]))
+    return f". Its config has image_size = {size}, and the images are {found}: use the processor of this encoder."
 
 
 def _geometry(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
