@@ -1,0 +1,56 @@
+"""Experts shared out over ranks: losses, every gradient and every weight are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.cell import Deviation, Matrix
+from tests.parity.columns import COLUMNS, Column
+from tests.parity.rows import EXPERTS
+
+LAYOUTS: dict[str, Column] = {
+    "ep2_dp4": Column("ep 2, ddp 4", 4, last={"ep": 2}),
+    "ep2_dp2": Column("ep 2, ddp 2", 2, last={"ep": 2}),
+    "ep4": Column("ep 4, ddp 4", 4, last={"ep": 4}),
+    "ep2_fsdp2": Column("ep 2, fsdp2 over 4", 4, {"kind": "fsdp2"}, last={"ep": 2}),
+    "ep4_zero3": Column("ep 4, zero3 over 4", 4, {"kind": "zero3"}, last={"ep": 4}),
+    "ep2_hsdp": Column("ep 2, hsdp 2 × 2", 4, {"kind": "hsdp", "replicate": 2}, last={"ep": 2}),
+    "ep2_again": Column(
+        "ep 2, fsdp2, activations computed again",
+        2,
+        {"kind": "fsdp2"},
+        module={"activation_checkpointing": True},
+        last={"ep": 2},
+    ),
+    "ep2_zero1": Column("ep 2, zero1 over 4", 4, {"kind": "zero1"}, last={"ep": 2}),
+    "ep2_pp2": Column("ep 2, pp 2 × dp 2", 2, last={"stages": 2, "ep": 2}),
+    "ep2_pp2_zero1": Column("ep 2, pp 2 × zero1 2", 2, {"kind": "zero1"}, last={"stages": 2, "ep": 2}),
+    "ep2_pp2_fsdp2": Column("ep 2, pp 2 × fsdp2 2", 2, {"kind": "fsdp2"}, last={"stages": 2, "ep": 2}),
+    "ep2_interleaved": Column(
+        "ep 2, pp 2 × 2 × dp 2, interleaved",
+        2,
+        last={"stages": 2, "virtual_stages": 2, "ep": 2},
+        schedule="interleaved",
+    ),
+    "ep2_cp2": Column("ep 2, cp 2", 1, module={"cp": 2}, last={"ep": 2}),
+    "ep4_cp2": Column("ep 4, dp 2 × cp 2", 2, {"kind": "fsdp2"}, module={"cp": 2}, last={"ep": 4}),
+}
+
+
+def check(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, row: str, layout: str, load: str) -> None:
+    monkeypatch.setitem(COLUMNS, layout, LAYOUTS[layout])
+    matrix.workers.renew()
+    deviation = matrix.cell(row, layout, load)
+    assert isinstance(deviation, Deviation) and deviation.is_rounding, deviation
+    print(row, layout, load, deviation)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_families_over_four_ranks(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    check(matrix, monkeypatch, family, "ep2_dp4", "mixed")
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_layouts(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, family: str, layout: str) -> None:
+    check(matrix, monkeypatch, family, layout, "mixed")
