@@ -234,7 +234,8 @@ def _apply_fsdp2_to_experts(module: nn.Module, reshard: bool, policy: fsdp.Mixed
     shards = get_expert_shards(module)
     assert shards is not None
     mesh = shards.data
-    divides = all(one.shape[1] % mesh.size(-1) == 0 for one in module.parameters(recurse=False))
+    widths = [to_local_tensor(one.detach()).shape[1] for one in module.parameters(recurse=False)]
+    divides = all(width % mesh.size(-1) == 0 for width in widths)
 
     def choose_dim(parameter: nn.Parameter) -> Shard | None:
         # Whole experts, where every rank gets equally many; else some of the channels of each.

@@ -59,9 +59,18 @@ class ExpertMeshes:
     """The ranks that experts are shared out over, and those that have the same experts."""
 
     across: DeviceMesh
-    """The axis `ep`: ranks that have all experts together."""
+    """The axis `ep`: ranks that have all experts together; with tensor parallelism also the axis `tp`."""
     data: DeviceMesh
     """The ranks that have the same experts: one axis, or two as the mesh of all other parameters."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> ExpertMeshes:
+        """Return the parts of a mesh with the axes of data parallelism, `ep`, and perhaps `tp`."""
+        names = mesh.mesh_dim_names
+        assert names is not None
+        at = names.index("ep")
+        across: Any = names[at:] if len(names) > at + 1 else "ep"
+        return cls(mesh[across], mesh[names[:at]])
 
 
 class DeviceMeshes:
@@ -103,10 +112,9 @@ class DeviceMeshes:
     def experts(self, ep: int) -> ExpertMeshes:
         """Return the meshes of a module whose experts are shared out over `ep` ranks."""
         if ep not in self._experts:
-            # The ranks of `ep` are neighbours: they exchange most.
-            axes = _expert_axes(self.data, ep)
-            mesh = _mesh_of_all(self._device, {**axes, "ep": ep})
-            self._experts[ep] = ExpertMeshes(mesh["ep"], mesh[tuple(axes)])
+            # The ranks of `ep` are neighbours: they exchange most, after those of `tp`.
+            sizes = _expert_axes(self.data, ep, self._span.tp)
+            self._experts[ep] = ExpertMeshes.of(_mesh_of_all(self._device, sizes))
         return self._experts[ep]
 
     def replicas(self) -> DeviceMesh:
@@ -131,9 +139,9 @@ class StageMeshes:
         self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), device_type) if cp > 1 else None
         self._experts: dict[int, ExpertMeshes] = {}
         for ep in sorted({layout.plan.modules[name].ep for name in place.modules} - {1}):
-            axes = _expert_axes(self.data, ep)
-            mesh = _mesh_of(ranks.reshape(*axes.values(), ep), (*axes, "ep"), device_type)
-            self._experts[ep] = ExpertMeshes(mesh["ep"], mesh[tuple(axes)])
+            sizes = _expert_axes(self.data, ep, tp)
+            mesh = _mesh_of(ranks.reshape(*sizes.values()), tuple(sizes), device_type)
+            self._experts[ep] = ExpertMeshes.of(mesh)
 
     def context(self, cp: int) -> DeviceMesh:
         assert self._context is not None and self._context.size() == cp
@@ -151,15 +159,15 @@ def _data_axes(ranks: int, replicate: int | None) -> dict[str, int]:
     return {"dp": ranks} if replicate is None else {"replicate": replicate, "shard": ranks // replicate}
 
 
-def _expert_axes(data: DeviceMesh, ep: int) -> dict[str, int]:
-    """Return the axes of the ranks that have the same experts, given the mesh of all other parameters."""
+def _expert_axes(data: DeviceMesh, ep: int, tp: int) -> dict[str, int]:
+    """Return all axes of a mesh for experts, given that of data parallelism for all other parameters."""
     names = data.mesh_dim_names
     assert names is not None
     sizes = [data.size(axis) for axis in range(data.ndim)]
     # The innermost axis has them: that of shards, unless there are replicas only.
     axis = max(number for number, size in enumerate(sizes) if size % ep == 0)
     sizes[axis] //= ep
-    return dict(zip(names, sizes, strict=True))
+    return {**dict(zip(names, sizes, strict=True)), "ep": ep, **({"tp": tp} if tp > 1 else {})}
 
 
 def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], device_type: str) -> DeviceMesh:

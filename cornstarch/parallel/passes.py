@@ -50,8 +50,9 @@ def apply_ep(module: nn.Module, plan: ModulePlan, meshes: DeviceMeshes | StageMe
     """Share the experts of a language model or an encoder out over ranks, which exchange tokens."""
     if plan.ep > 1:
         experts = meshes.experts(plan.ep)
-        inside = module.module if isinstance(module, ModalEncoderModule) else module
-        shard_experts(inside, experts.across, experts.data)
+        # A module without tp beside one with it is the same on all of those ranks, which then do the same.
+        across = experts.across if plan.tp > 1 or experts.across.ndim == 1 else experts.across["ep"]
+        shard_experts(module.module if isinstance(module, ModalEncoderModule) else module, across, experts.data)
     return module
 
 

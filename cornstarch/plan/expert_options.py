@@ -30,8 +30,8 @@ def find_expert_conflicts(module: ModulePlan, data: Any, schedule: str, stages: 
         schedule: That of the plan.
         stages: The sets of ranks that work one after the other.
     """
-    if module.tp > 1:
-        yield "With tp, every rank would have a part of the channels of some of the experts.\nUse tp = 1 or ep = 1."
+    if module.tp_sequence:
+        yield "With tp_sequence a layer has a part of the tokens, and its experts all of them.\nLeave tp_sequence out."
     if schedule in SPLIT_BACKWARD and stages > 1:
         yield (
             f"The schedule {schedule} takes the backward pass of a layer apart, in which ranks exchange tokens.\n"

@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2, zero3 4": (4, {"data": {"kind": "zero3"}, "modules": {"model": {"ep": 2}}}),
     "ep 2, zero1 4": (4, {"data": {"kind": "zero1"}, "modules": {"model": {"ep": 2}}}),
     "ep 4": (4, {"modules": {"model": {"ep": 4}}}),
+    "ep 2, tp 2": (4, {"data": {"kind": "fsdp2"}, "modules": {"model": {"ep": 2, "tp": 2}}}),
     "pp 2, ep 2": (4, {"modules": {"model": {"stages": 2, "ep": 2}}}),
 }
 PAIRS = [
@@ -69,6 +70,8 @@ PAIRS = [
     ("moe", "ep 4", "ep 2, zero3 4"),
     ("moe", "ep 2, zero3 4", "ep 2, zero1 4"),
     ("moe", "ep 2, zero1 4", "pp 2, ep 2"),
+    ("moe", "ep 2, tp 2", "ep 4"),
+    ("moe", "ep 2", "ep 2, tp 2"),
 ]
 
 

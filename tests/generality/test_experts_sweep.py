@@ -15,7 +15,7 @@ SAMPLE = {
     "AriaTextForCausalLM": SUPPORTED,
     "ZayaForCausalLM": SUPPORTED,
     "DeepseekV2ForCausalLM": SUPPORTED,
-    "DbrxForCausalLM": REFUSED,
+    "LlamaForCausalLM": REFUSED,
 }
 
 

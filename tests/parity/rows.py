@@ -165,7 +165,9 @@ APART: dict[str, Row] = {
             {
                 "encoders": {"vision": vision("projector")},
                 "language_model": llm(
-                    {**EXPERTS["qwen3_moe"], "model_type": "qwen3_moe"}, train=train, lora={"rank": 2, "alpha": 4}
+                    {**EXPERTS["qwen3_moe"], "model_type": "qwen3_moe"},
+                    train=train,
+                    lora={"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]},
                 ),
             },
             asking("i"),

@@ -32,6 +32,10 @@ LAYOUTS: dict[str, Column] = {
         last={"stages": 2, "virtual_stages": 2, "ep": 2},
         schedule="interleaved",
     ),
+    "ep2_tp2": Column("ep 2, ddp 2 × tp 2", 2, module={"tp": 2}, last={"ep": 2}),
+    "ep2_tp2_fsdp2": Column("ep 2, fsdp2 4 × tp 2", 4, {"kind": "fsdp2"}, module={"tp": 2}, last={"ep": 2}),
+    "ep2_tp2_zero1": Column("ep 2, zero1 4 × tp 2", 4, {"kind": "zero1"}, module={"tp": 2}, last={"ep": 2}),
+    "ep2_tp2_pp2": Column("ep 2, pp 2 × dp 2 × tp 2", 2, module={"tp": 2}, last={"stages": 2, "ep": 2}),
     "ep2_cp2": Column("ep 2, cp 2", 1, module={"cp": 2}, last={"ep": 2}),
     "ep4_cp2": Column("ep 4, dp 2 × cp 2", 2, {"kind": "fsdp2"}, module={"cp": 2}, last={"ep": 4}),
 }
@@ -49,10 +53,13 @@ def test_families_over_four_ranks(matrix: Matrix, monkeypatch: pytest.MonkeyPatc
     check(matrix, monkeypatch, family, "ep2_dp4", "mixed")
 
 
+# With cp attention rounds differently, and a token between two experts of Mixtral would go to the other one.
+OTHERS = {"ep2_cp2": "qwen3_moe", "ep4_cp2": "qwen3_moe", "ep2_tp2": "gpt_oss", "ep2_pp2_fsdp2": "deepseek_v3"}
+
+
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_layouts(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    # With cp attention rounds differently, and a token between two experts of Mixtral would go to the other one.
-    check(matrix, monkeypatch, "qwen3_moe" if "cp" in layout else "mixtral", layout, "mixed")
+    check(matrix, monkeypatch, OTHERS.get(layout, "mixtral"), layout, "mixed")
 
 
 @pytest.mark.parametrize(("row", "layout"), [("frozen_experts", "ep2_dp2"), ("lora_experts", "ep2_fsdp2")])

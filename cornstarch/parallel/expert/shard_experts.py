@@ -7,15 +7,20 @@ the module's own function, with its activation, biases and clamps, goes on compu
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.collective_ops import RankGroup
+from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.parallel.expert.dispatch import ExpertShards, dispatch_tokens, get_expert_shards
-from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter
+from cornstarch.parallel.tensor.shard_boxes import ShardSpec, get_shard_specs, shard_parameter
 from cornstarch.plan.expert_options import explain_expert_count
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "num_experts")  # what the declaration leaves on a module
@@ -66,7 +71,7 @@ def check_expert_plan(model: nn.Module, size: int) -> None:
     if adapted := [where for where, one in model.named_modules() if hasattr(one, "parameter_name")]:
         raise UnsupportedModelError(
             f"{adapted[0]} has an adapter on stacked experts (PEFT's target_parameters), which cannot be shared out "
-            f"over ranks (ep = {size}). Leave ep at 1, or adapt other layers."
+            f"over ranks (ep = {size}). Leave ep at 1, or adapt other layers: lora.targets, such as [q_proj, v_proj]."
         )
     for where, module in found.items():
         if (problem := explain_expert_count(_count(module), size)) is not None:
@@ -81,20 +86,41 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, data: DeviceMesh) -> nn.Mo
 
     Args:
         model: A transformers model, or a PEFT model around one.
-        mesh: The ranks that have all experts together, each as many; it has one axis.
+        mesh: The ranks that have all experts together, each as many: the axis `ep`. With tensor parallelism, which is
+            applied before, also the axis `tp`: its ranks have the same tokens, and channels of the same experts.
         data: The ranks that have the same experts and other tokens.
     """
-    inner, ranks = unwrap(model), mesh.size()
+    inner, along = unwrap(model), mesh["ep"] if mesh.ndim > 1 else mesh
     if find_expert_modules(inner):
         raise ConfigError(f"The experts of {type(inner).__name__} are shared out over ranks already; do it once.")
-    check_expert_plan(model, ranks)
-    group = RankGroup.of(mesh.get_group())
+    check_expert_plan(model, along.size())
+    group = RankGroup.of(along.get_group())
     for module in find_experts(inner).values():
         names = tuple(name for name, _ in module.named_parameters(recurse=False))
         for name in names:
-            shard_parameter(module, name, ShardSpec(0, (_count(module),), ranks), mesh)
+            if mesh.ndim == 1:
+                shard_parameter(module, name, ShardSpec(0, (_count(module),), along.size()), along)
+            else:
+                _shard_further(module, name, mesh)
         dispatch_tokens(module, ExpertShards(group, _count(module), data, names))
     return model
+
+
+def _shard_further(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Replace a parameter that tensor parallelism has cut, or left whole, by this rank's experts of it."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    experts, ranks = parameter.shape[0], mesh["ep"].size()
+    inner = list(parameter.placements) if isinstance(parameter, DTensor) else [Replicate()]
+    with torch.no_grad():
+        local = to_local_tensor(parameter).narrow(0, mesh["ep"].get_local_rank() * experts // ranks, experts // ranks)
+    sizes: dict[str, Any] = {"shape": parameter.shape, "stride": torch.empty(parameter.shape, device="meta").stride()}
+    # A copy: a view would keep all experts in memory.
+    own = local.detach().clone(memory_format=torch.contiguous_format)
+    distributed = DTensor.from_local(own, mesh, [Shard(0), *inner], run_check=False, **sizes)
+    module._parameters[name] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    # Of one that tensor parallelism has cut, that is remembered: the order of fused matrices.
+    get_shard_specs(module).setdefault(name, ShardSpec(0, (experts,), ranks))
 
 
 def _count(module: nn.Module) -> int:

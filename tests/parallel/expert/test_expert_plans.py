@@ -30,7 +30,7 @@ def plan(data: Any = None, schedule: str = "1f1b", **module: Any) -> Plan:
         ({"data": {"kind": "ddp", "compression": {"kind": "bf16"}}}, "Leave data.compression out"),
         ({"data": {"kind": "fsdp2", "offload": True}}, "Leave data.offload out"),
         ({"data": {"kind": "fsdp2", "reshard_after_forward": 2}}, "cannot be a number of ranks"),
-        ({"tp": 2}, "Use tp = 1 or ep = 1"),
+        ({"tp": 2, "tp_sequence": True}, "Leave tp_sequence out"),
         ({"stages": 2, "schedule": "zero_bubble"}, "takes the backward pass of a layer apart"),
         ({"stages": 2, "schedule": "auto"}, "takes the backward pass of a layer apart"),
     ],
