@@ -175,6 +175,16 @@ APART: dict[str, Row] = {
         )
         for train in ("frozen", "lora")
     },
+    "packed_experts": Row(
+        "vision and LLM with experts, packed rows",
+        {
+            "encoders": {"vision": vision("full")},
+            "language_model": llm({**EXPERTS["qwen3_moe"], "model_type": "qwen3_moe"}),
+        },
+        asking("i"),
+        ("vision", "language_model"),
+        {"packing": True, "max_length": 64},
+    ),
     "long": Row(
         "vision and LLM, packed rows of 256 tokens, images both ways",
         {

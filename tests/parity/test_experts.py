@@ -62,6 +62,9 @@ def test_layouts(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str) -
     check(matrix, monkeypatch, OTHERS.get(layout, "mixtral"), layout, "mixed")
 
 
-@pytest.mark.parametrize(("row", "layout"), [("frozen_experts", "ep2_dp2"), ("lora_experts", "ep2_fsdp2")])
-def test_experts_that_are_not_trained(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, row: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    [("frozen_experts", "ep2_dp2"), ("lora_experts", "ep2_fsdp2"), ("packed_experts", "ep2_dp2")],
+)
+def test_experts_beside_encoders(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, row: str, layout: str) -> None:
     check(matrix, monkeypatch, row, layout, "mixed")

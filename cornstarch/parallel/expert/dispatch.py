@@ -66,7 +66,7 @@ def dispatch_tokens(module: nn.Module, shards: ExpertShards) -> None:
 @cache  # modules of one class share the class made of it
 def _derive_dispatching_class(kind: type[nn.Module]) -> type[nn.Module]:
     # Tensor parallelism may have put a forward of any arguments around the model's own.
-    found = (inspect.signature(base.forward) for base in kind.__mro__ if "forward" in vars(base))
+    found = (inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
     signature = next(one for one in found if not any(p.kind == p.VAR_POSITIONAL for p in one.parameters.values()))
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Tensor:

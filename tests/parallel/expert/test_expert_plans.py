@@ -13,7 +13,7 @@ from cornstarch.cli import read_checked_config
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.parallel.expert import check_expert_plan, find_experts
 from cornstarch.plan import Layout, Plan
-from cornstarch.plan.expert_options import check_predictable
+from cornstarch.plan.expert_options import check_predictable, explain_eager_modules
 from tests import zoo
 
 
@@ -75,6 +75,11 @@ def test_a_plan_is_described_and_not_predicted() -> None:
     with pytest.raises(ConfigError, match="not predicted yet"):
         check_predictable(plan())
     check_predictable(plan(ep=1))
+
+
+def test_layers_with_experts_elsewhere_are_not_compiled() -> None:
+    assert set(explain_eager_modules(plan())) == {"language_model"} and not explain_eager_modules(plan(ep=1))
+    assert set(explain_eager_modules(Plan.from_data({"modules": {"model": {"ep": 2}}}))) == {"model", "language_model"}
 
 
 # ------------------------------------------------------------------------------------------------ models
