@@ -82,6 +82,11 @@ def _run_experts(
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, wherever they are."""
     shards: ExpertShards = module.__dict__[_SHARDS]
+    if weights_TK.shape != index_TK.shape:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was given weights {list(weights_TK.shape)} for choices {list(index_TK.shape)} of "
+            "experts; expert parallelism expects one weight for each. Leave ep at 1."
+        )
     group, (tokens, chosen) = shards.group, index_TK.shape
     experts = index_TK.reshape(-1)
     order = torch.argsort(experts, stable=True)

@@ -23,7 +23,7 @@ from cornstarch.parallel.expert.dispatch import ExpertShards, dispatch_tokens, g
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, get_shard_specs, shard_parameter
 from cornstarch.plan.expert_options import explain_expert_count
 
-_DECLARED = ("has_gate", "has_bias", "is_transposed", "num_experts")  # what the declaration leaves on a module
+_DECLARED = ("has_bias", "is_transposed", "num_experts")  # what the declaration leaves on a module
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:

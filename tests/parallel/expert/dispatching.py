@@ -89,13 +89,15 @@ def gradients_of_one_rank_only() -> float:
     return float((found - hidden.grad).abs().max() / hidden.grad.abs().max())
 
 
-def skipping() -> str:
-    """Return what is said of a token that goes to no expert."""
+def refused() -> list[str]:
+    """Return what is said of tokens that go to no expert, and of weights for experts that were not chosen."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     shared = shard_experts(nn.Sequential(experts("mixtral", "eager")), mesh["ep"], mesh["dp"])
     hidden, index, weights = tokens_of(0, [3], list(range(EXPERTS)))
-    try:
-        shared[0](hidden, index.fill_(EXPERTS), weights)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    said = []
+    for chosen, given in ((torch.full_like(index, EXPERTS), weights), (index, torch.rand(3, EXPERTS))):
+        try:
+            shared[0](hidden, chosen, given)
+        except ConfigError as error:
+            said.append(str(error))
+    return said

@@ -41,6 +41,7 @@ def test_tokens_without_gradients_take_part_in_the_backward_pass(workers: Pool) 
     assert first < 1e-5 and not any(others)
 
 
-def test_tokens_that_skip_their_experts_are_refused(workers: Pool) -> None:
-    for said in workers.run(2, dispatching.skipping):
-        assert "an expert that does not exist" in said and "Leave ep at 1" in said
+def test_what_a_router_may_not_do_is_refused(workers: Pool) -> None:
+    for skipped, unchosen in workers.run(2, dispatching.refused):
+        assert "an expert that does not exist" in skipped and "Leave ep at 1" in skipped
+        assert "weights [3, 4] for choices [3, 2]" in unchosen
