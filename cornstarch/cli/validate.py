@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _WIDTH = 110  # of a starter config
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[\w.]+")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "cornstarch_model.json")
 
 
@@ -211,7 +212,7 @@ def find_path_mistakes(values: Node) -> list[Mistake]:
     from cornstarch.config import yaml_tree as tree
 
     found, get = [], partial(tree.descend, values)
-    for check in (_check_models, _check_data, _check_output, _check_optimizer):
+    for check in (_check_models, _check_experts, _check_data, _check_output, _check_optimizer):
         for path, problem in check(get):
             node = get(path)
             where, shown = (node.where, node.format_value()) if node is not None else (values.where, None)
@@ -235,6 +236,35 @@ def _check_models(get: _Get) -> Iterator[tuple[tree.Path, str]]:
     start = get(("model", "start_from"))
     if start is not None and isinstance(start.value, str) and not os.path.isdir(start.value):
         yield ("model", "start_from"), _describe_missing(start.value, "folder")
+
+
+def _check_experts(get: _Get) -> Iterator[tuple[tree.Path, str]]:
+    from cornstarch.plan.expert_options import explain_expert_count
+
+    for path, part in _read_parts(get):
+        for name in (path[-1],) if "encoders" in path else ("language_model", "model"):
+            node = get(("parallel", "modules", name, "ep"))
+            if node is None or type(node.value) is not int or node.value < 2:
+                continue
+            count = _read_expert_count(part)
+            if count is not None and (problem := explain_expert_count(count, node.value)) is not None:
+                yield ("parallel", "modules", name, "ep"), f"{problem[:1].upper()}{problem[1:]}"
+
+
+def _read_expert_count(part: PartConfig) -> int | None:
+    """Return how many experts a layer of a model has, as its config says; None if that is not known."""
+    config: Any = part.config
+    if config is None:
+        try:
+            config = json.loads((Path(part.path or "") / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # another check reports it, or it is on the hub
+            return None
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    for options in (one for one in (config, inner) if isinstance(one, dict)):
+        for key in _EXPERT_COUNTS:
+            if type(options.get(key)) is int and options[key] > 0:
+                return int(options[key])
+    return None
 
 
 def _read_parts(get: _Get) -> Iterator[tuple[tree.Path, PartConfig]]:

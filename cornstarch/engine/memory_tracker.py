@@ -112,7 +112,7 @@ class MemoryTracker:
         self._line: str | None = None
         self._steps = 0
         plan = config.parallel
-        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+        if plan.is_pipeline or any(max(one.tp, one.cp, one.ep) > 1 for one in plan.modules.values()):
             return  # these are not estimated per rank yet
         try:
             self._size = model_size(model, plan.data, config.optimizer, config.loop.ema_decay is not None)

@@ -21,6 +21,7 @@ from cornstarch.parallel import passes
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, check_data_plan, get_measured_bucket
 from cornstarch.parallel.device import DTYPES
 from cornstarch.parallel.encoder_balancing import balance_encoders, has_encoder_balancing
+from cornstarch.parallel.expert import find_expert_replicas
 from cornstarch.parallel.loading import record_full_read
 from cornstarch.parallel.zero1 import Zero1
 from cornstarch.pipeline.pipeline import Pipeline
@@ -91,6 +92,7 @@ class ParallelModel:
             alone=() if self.pipeline is None else self.pipeline.tied_parameters,
             averaged=data.compression.kind != "none",
             is_stage=self.pipeline is not None,
+            fewer=find_expert_replicas(self.module),
         )
         if self.pipeline is not None:
             self.pipeline.zero1 = self.zero1
@@ -151,10 +153,8 @@ def parallelize(
     stages = None
     if context.is_pipeline:
         # The assignment that weights were read for is carried over to the real model.
-        if options.stages is not None:
-            stages = options.stages.bind(model)
-        else:
-            stages = StageAssignment(model, context.layout, options.templates)
+        read = options.stages
+        stages = StageAssignment(model, context.layout, options.templates) if read is None else read.bind(model)
         _release_remote(model, stages, options)  # before the move: the device need not hold other stages' weights
     cast_weights()  # before the move, too: in half precision it copies half as much
     if options.activation_checkpointing:
@@ -189,6 +189,7 @@ def parallelize(
         check_cp(module, module_plan, meshes, device)
         passes.apply_tp(module, module_plan, meshes)  # before cp, whose check runs the module as it will be
         passes.apply_cp(module, module_plan, meshes)
+        passes.apply_ep(module, module_plan, meshes)  # after both: their checks run the module, not its exchanges
     _route_masks(model, context, stages, options.packed)  # after tp: adapters are sharded like the matrices they adapt
     if pipeline is None:
         if options.balance_encoders and context.layout.dp > 1:
@@ -205,11 +206,12 @@ def parallelize(
 
 def _check_undivided(model: nn.Module, context: DistributedContext) -> None:
     """Refuse a plan that shards a model which can only be trained in one piece."""
-    sharded = context.is_pipeline or any(plan.tp > 1 or plan.cp > 1 for plan in context.plan.modules.values())
+    sizes = [max(plan.tp, plan.cp, plan.ep) for plan in context.plan.modules.values()]
+    sharded = context.is_pipeline or max(sizes) > 1
     if isinstance(model, UndividedModel) and sharded:
         raise ConfigError(
             f"parallel: {type(unwrap(model.language_model)).__name__} is trained in one piece: it has no stages, and "
-            f"neither its matrices nor its tokens are cut, so tp, cp and stages must be 1. {model.reason}"
+            f"neither its matrices nor its tokens are cut, so tp, cp, ep and stages must be 1. {model.reason}"
         )
 
 

@@ -69,6 +69,7 @@ def refuse_pieces(build: Build, said: str, layout: Layout, trained: Collection[s
     plan = layout.plan
     cuts = [f"parallel.data.kind = {plan.data.kind}"] if layout.exchanges_in_passes else []  # of trained matrices
     cuts += [f"tp = {one.tp} for {name}" for name, one in plan.modules.items() if one.tp > 1 and name in trained]
+    cuts += [f"ep = {one.ep} for {name}" for name, one in plan.modules.items() if one.ep > 1 and name in trained]
     kinds = {plan.kind(name) for name in plan.modules if layout.data_shape(name)[1] > 1}
     deals = ["zero1"] if "zero1" in kinds else []  # give ranks different parameters, each of them whole
     deals += ["several stages"] if plan.is_pipeline and layout.world > 1 else []

@@ -55,9 +55,11 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import reshard
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.parallel.encoder_balancing import has_encoder_balancing
+from cornstarch.parallel.expert import measure_balance
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
 from cornstarch.parallel.passes import explain_full_reads
 from cornstarch.pipeline.split import analyze_model
+from cornstarch.plan.expert_options import explain_eager_modules
 from cornstarch.plan.validation import as_data
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task
@@ -124,6 +126,7 @@ class RunModel:
             # Ranks with different tokens drop out different values; those that compute the same draw the same.
             seed_all(config.seed + context.replica.token_shard)
         whole, fraction = find_uncompiled_modules(context.plan, context.world_size), config.loop.activation_fraction
+        whole |= explain_eager_modules(context.plan)
         stages = None if self.parallel.pipeline is None else self.parallel.pipeline.models
         self.acceleration = accelerate_model(
             self.module, context.device, config.compile, fraction, whole, log, config.fp8, stages
@@ -158,6 +161,13 @@ class RunModel:
             if not is_out_of_memory(error):
                 raise
             raise out_of_memory(error, self.module, self.parts, config, self._context.placement) from None
+
+    def measure_experts(self) -> dict[str, float]:
+        """Return how evenly tokens were sent to the ranks that share experts out with this one, since the last call."""
+        pipeline = self.parallel.pipeline
+        models = [self.module] if pipeline is None else pipeline.models
+        balance = measure_balance(module for model in models for module in model.modules())
+        return {} if balance is None else {"expert_balance": round(balance, 4)}
 
     def _cast_weights(self) -> None:
         self.parts = self.all_parts = split_into_parts(self.module, self._config.model, self._config.optimizer)

@@ -19,12 +19,14 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.compat import buffer_options, reshard_flat_units
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.expert import find_expert_modules, get_expert_shards
 from cornstarch.parallel.flat_shards import find_shard
 from cornstarch.parallel.low_bandwidth.gradient_hooks import CompressedHSDPShards, attach_compression, get_gradient_sync
 from cornstarch.plan.cluster_file import format_quantity
@@ -212,8 +214,10 @@ def _apply_fsdp2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Modul
     )
     # CPU memory is pinned so that a GPU can read it; on a CPU-only run there is nothing to pin for.
     offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else fsdp.OffloadPolicy()
+    for experts in find_expert_modules(model):  # before the layers around them: other ranks have the same ones
+        _apply_fsdp2_to_experts(experts, bool(reshard), policy)
     # Units before the root: `fully_shard` gives a module the parameters that no module inside has taken.
-    units = find_fsdp_units(model, plan)
+    units = [unit for unit in find_fsdp_units(model, plan) if get_expert_shards(unit) is None]
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     # The root is in use from the first layer to the last: freeing it after forward would only cost time.
@@ -224,6 +228,22 @@ def _apply_fsdp2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Modul
             one.set_modules_to_forward_prefetch(ordered[index + 1 : index + 1 + ahead])
             one.set_modules_to_backward_prefetch(ordered[max(index - ahead, 0) : index][::-1])
     return model
+
+
+def _apply_fsdp2_to_experts(module: nn.Module, reshard: bool, policy: fsdp.MixedPrecisionPolicy) -> None:
+    shards = get_expert_shards(module)
+    assert shards is not None
+    mesh = shards.data
+    widths = [to_local_tensor(one.detach()).shape[1] for one in module.parameters(recurse=False)]
+    divides = all(width % mesh.size(-1) == 0 for width in widths)
+
+    def choose_dim(parameter: nn.Parameter) -> Shard | None:
+        # Whole experts, where every rank gets equally many; else some of the channels of each.
+        return Shard(1) if shards.local % mesh.size(-1) and divides else None
+
+    fully_shard(
+        module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, shard_placement_fn=choose_dim
+    )  # fmt: skip
 
 
 def _apply_fsdp1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:

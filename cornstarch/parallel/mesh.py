@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 from cornstarch.parallel.distributed import get_device_backend
+from cornstarch.plan.expert_options import has_shared_experts
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.stage_graph import place_of
 
@@ -53,6 +54,25 @@ class Replica:
         return cls(rank, world, token_shard=rank, token_shards=world)
 
 
+@dataclass(frozen=True)
+class ExpertMeshes:
+    """The ranks that experts are shared out over, and those that have the same experts."""
+
+    across: DeviceMesh
+    """The axis `ep`: ranks that have all experts together; with tensor parallelism also the axis `tp`."""
+    data: DeviceMesh
+    """The ranks that have the same experts: one axis, or two as the mesh of all other parameters."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> ExpertMeshes:
+        """Return the parts of a mesh with the axes of data parallelism, `ep`, and perhaps `tp`."""
+        names = mesh.mesh_dim_names
+        assert names is not None
+        at = names.index("ep")
+        across: Any = names[at:] if len(names) > at + 1 else "ep"
+        return cls(mesh[across], mesh[names[:at]])
+
+
 class DeviceMeshes:
     """The device meshes of a layout in which all modules share their ranks.
 
@@ -69,7 +89,8 @@ class DeviceMeshes:
         self._layout, self._device = layout, device_type
         tp, replicate = self._span.tp, layout.replicate
         ranks = layout.world // tp
-        if layout.plan.data.kind == "ddp" and tp > 1:
+        is_cut = tp > 1 or has_shared_experts(layout.plan)
+        if layout.plan.data.kind == "ddp" and is_cut:
             # DDP does not know DTensors. FSDP 2 with shards of one rank does the same.
             replicate = ranks
         axes = _data_axes(ranks, replicate)
@@ -79,6 +100,7 @@ class DeviceMeshes:
         self.data = mesh[tuple(axes)] if tp > 1 else mesh
         self.tensor = mesh["tp"] if tp > 1 else None
         self._context: dict[int, DeviceMesh] = {}
+        self._experts: dict[int, ExpertMeshes] = {}
 
     def context(self, cp: int) -> DeviceMesh:
         """Return the ranks that share the tokens of a row when it is split into `cp` parts."""
@@ -86,6 +108,14 @@ class DeviceMeshes:
             axes = {"other": self._layout.dp * self._span.cp // cp, "cp": cp, "tp": self._span.tp}
             self._context[cp] = _mesh_of_all(self._device, axes)["cp"]
         return self._context[cp]
+
+    def experts(self, ep: int) -> ExpertMeshes:
+        """Return the meshes of a module whose experts are shared out over `ep` ranks."""
+        if ep not in self._experts:
+            # The ranks of `ep` are neighbours: they exchange most, after those of `tp`.
+            sizes = _expert_axes(self.data, ep, self._span.tp)
+            self._experts[ep] = ExpertMeshes.of(_mesh_of_all(self._device, sizes))
+        return self._experts[ep]
 
     def replicas(self) -> DeviceMesh:
         """Return the ranks at this rank's place in each replica, with a process group that nothing else uses."""
@@ -107,17 +137,37 @@ class StageMeshes:
         """The ranks that hold the same tensor-parallel shards: one axis, or two for HSDP."""
         self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None  # the tensor-parallel ranks
         self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), device_type) if cp > 1 else None
+        self._experts: dict[int, ExpertMeshes] = {}
+        for ep in sorted({layout.plan.modules[name].ep for name in place.modules} - {1}):
+            sizes = _expert_axes(self.data, ep, tp)
+            mesh = _mesh_of(ranks.reshape(*sizes.values()), tuple(sizes), device_type)
+            self._experts[ep] = ExpertMeshes.of(mesh)
 
     def context(self, cp: int) -> DeviceMesh:
         assert self._context is not None and self._context.size() == cp
         return self._context
 
+    def experts(self, ep: int) -> ExpertMeshes:
+        return self._experts[ep]
+
     def all_meshes(self) -> list[DeviceMesh]:
-        return [mesh for mesh in (self.data, self.tensor, self._context) if mesh is not None]
+        own = [mesh for mesh in (self.data, self.tensor, self._context) if mesh is not None]
+        return own + [mesh for one in self._experts.values() for mesh in (one.across, one.data)]
 
 
 def _data_axes(ranks: int, replicate: int | None) -> dict[str, int]:
     return {"dp": ranks} if replicate is None else {"replicate": replicate, "shard": ranks // replicate}
+
+
+def _expert_axes(data: DeviceMesh, ep: int, tp: int) -> dict[str, int]:
+    """Return all axes of a mesh for experts, given that of data parallelism for all other parameters."""
+    names = data.mesh_dim_names
+    assert names is not None
+    sizes = [data.size(axis) for axis in range(data.ndim)]
+    # The innermost axis has them: that of shards, unless there are replicas only.
+    axis = max(number for number, size in enumerate(sizes) if size % ep == 0)
+    sizes[axis] //= ep
+    return {**dict(zip(names, sizes, strict=True)), "ep": ep, **({"tp": tp} if tp > 1 else {})}
 
 
 def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], device_type: str) -> DeviceMesh:

@@ -14,6 +14,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import shard_items, shard_tokens
 from cornstarch.parallel.encoder_balancing import attach_encoder_balancing
+from cornstarch.parallel.expert import shard_experts
 from cornstarch.parallel.loading import full_read_reason
 from cornstarch.parallel.mesh import DeviceMeshes, StageMeshes
 from cornstarch.parallel.tensor import is_sharded, shard_added_adapters, shard_tensors
@@ -42,6 +43,16 @@ def apply_cp(module: nn.Module, plan: ModulePlan, meshes: DeviceMeshes | StageMe
         shard_items(module, meshes.context(plan.cp))
     elif plan.cp > 1:
         shard_tokens(module, meshes.context(plan.cp), mode=plan.cp_mode, distribution=plan.cp_distribution)
+    return module
+
+
+def apply_ep(module: nn.Module, plan: ModulePlan, meshes: DeviceMeshes | StageMeshes) -> nn.Module:
+    """Share the experts of a language model or an encoder out over ranks, which exchange tokens."""
+    if plan.ep > 1:
+        experts = meshes.experts(plan.ep)
+        # A module without tp beside one with it is the same on all of those ranks, which then do the same.
+        across = experts.across if plan.tp > 1 or experts.across.ndim == 1 else experts.across["ep"]
+        shard_experts(module.module if isinstance(module, ModalEncoderModule) else module, across, experts.data)
     return module
 
 

@@ -37,6 +37,7 @@ class Zero1:
         keep_whole: Give each parameter to one rank, for optimizers that look at whole matrices.
         alone: Parameters that pipeline stages share: each gets a buffer of its own, so that stages divide it alike.
         is_stage: Whether they are of one of several pipeline stages, some of which may have little to train.
+        fewer: By id, the ranks of parameters that only some ranks of `group` have (experts); each list is alike there.
         averaged: Gradients are averaged in the backward pass (DDP with compression): take this rank's part of them.
     """
 
@@ -50,17 +51,19 @@ class Zero1:
         alone: Collection[nn.Parameter] = (),
         averaged: bool = False,
         is_stage: bool = False,
+        fewer: Mapping[int, dist.ProcessGroup] | None = None,
     ) -> None:
         self._group, self._is_averaged = group or dist.group.WORLD, averaged
-        self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        if keep_whole and len(parameters) < self._ranks and not is_stage:
+        ranks, fewer = dist.get_world_size(group), fewer or {}
+        if keep_whole and len(parameters) < ranks and not is_stage:
             raise ConfigError(
                 f"zero1 gives whole parameters to ranks for this optimizer, and there are {len(parameters)} for "
-                f"{self._ranks} processes. Use fewer processes, the kind ddp, or an optimizer such as adamw."
+                f"{ranks} processes. Use fewer processes, the kind ddp, or an optimizer such as adamw."
             )
         limit = float("inf") if keep_whole else bucket_bytes or BUCKET_BYTES
-        groups = _group_parameters(parameters, limit, {id(one) for one in alone})
-        self._buckets = [_Bucket(FlatBuffer(one, self._ranks, rank, keep_whole)) for one in groups]
+        groups = _group_parameters(parameters, limit, {id(one) for one in alone}, fewer)
+        holders = [fewer.get(id(next(iter(one.values()))), self._group) for one in groups]
+        self._buckets = [_Bucket(one, group, keep_whole) for one, group in zip(groups, holders, strict=True)]
         order = {name: None for name in parameters}
         found = {name: one.stepped for bucket in self._buckets for name, one in bucket.flat.shards.items()}
         self.shards: dict[str, nn.Parameter] = {name: found[name] for name in order if name in found}
@@ -106,7 +109,8 @@ class Zero1:
             own.copy_(flat[at : at + len(own)])
             self._in_flight.append((bucket, own, lambda: None))
         else:  # divided before they are added up, as DDP does: sums of large gradients could overflow
-            self._in_flight.append((bucket, own, _begin_reduce_scatter(own, flat.div_(self._ranks), self._group)))
+            ranks = dist.get_world_size(bucket.group)
+            self._in_flight.append((bucket, own, _begin_reduce_scatter(own, flat.div_(ranks), bucket.group)))
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -147,7 +151,7 @@ class Zero1:
         works = []
         for bucket in self._buckets:
             assert bucket.flat.is_intact(), "parameters were moved out of the buffers that ZeRO-1 divides"
-            works.append(all_gather_flat(bucket.flat.values, bucket.flat.own, self._group))
+            works.append(all_gather_flat(bucket.flat.values, bucket.flat.own, bucket.group))
         for work in works:
             work.wait()
 
@@ -160,11 +164,11 @@ class Zero1:
             for _, shard, place in bucket.flat.split_own(own):
                 if shard.stepped.grad is not None:
                     place.copy_(shard.stepped.grad)
-            all_gather_flat(flat, own, self._group).wait()
+            all_gather_flat(flat, own, bucket.group).wait()
             shards = bucket.flat.shards
             here = [name in shards and shards[name].stepped.grad is not None for name in bucket.flat.parameters]
             has_gradient = torch.tensor(here, dtype=torch.uint8, device=flat.device)
-            dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=bucket.group)
             parts = zip(bucket.flat.parameters.items(), bucket.flat.unflatten(flat), has_gradient.tolist(), strict=True)
             found |= {name: _wrap_like(parameter, part) if flag else None for (name, parameter), part, flag in parts}
         return found
@@ -173,8 +177,9 @@ class Zero1:
 class _Bucket:
     """A flat buffer of parameters whose gradients are reduced together."""
 
-    def __init__(self, flat: FlatBuffer) -> None:
-        self.flat = flat
+    def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None, whole: bool) -> None:
+        self.group = group  # the ranks that have these parameters
+        self.flat = FlatBuffer(parameters, dist.get_world_size(group), dist.get_rank(group), whole)
         self.missing = 0  # gradients of the last backward pass that have not come yet
         self.used: list[bool] = []
 
@@ -200,7 +205,7 @@ def _wait(work: Any, _: Tensor) -> None:
 
 
 def _group_parameters(
-    parameters: Mapping[str, nn.Parameter], limit: float, alone: Collection[int]
+    parameters: Mapping[str, nn.Parameter], limit: float, alone: Collection[int], fewer: Mapping[int, object]
 ) -> list[dict[str, nn.Parameter]]:
     """Return the parameters of each bucket, the bucket whose gradients are complete first, first."""
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -209,7 +214,8 @@ def _group_parameters(
         # Parameters that tensor parallelism has cut lie apart: ranks of a tensor-parallel group may have different
         # numbers of them, and must divide alike what they have in common.
         cut = isinstance(parameter, DTensor) and not all(one.is_replicate() for one in parameter.placements)
-        kind = (parameter.dtype, parameter.device, cut, id(parameter) if id(parameter) in alone else None)
+        holders = fewer.get(id(parameter))
+        kind = (parameter.dtype, parameter.device, cut, holders, id(parameter) if id(parameter) in alone else None)
         kinds.setdefault(kind, []).append(parameter)
     position = {id(parameter): number for number, parameter in enumerate(reversed(list(parameters.values())))}
     buckets = [bucket for same in kinds.values() for bucket in divide_into_buckets(same, limit)]

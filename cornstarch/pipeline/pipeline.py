@@ -19,6 +19,7 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import distributed
 from cornstarch.parallel.context import has_sharded_tokens, set_expected_layers, use_whole_rows
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, reshard
+from cornstarch.parallel.expert import find_expert_replicas
 from cornstarch.parallel.flat_shards import find_shard
 from cornstarch.parallel.gradients import average_gradients
 from cornstarch.parallel.zero1 import Zero1
@@ -227,7 +228,11 @@ class Pipeline:
         with stage_assignment.sum_tied_gradients(self._ties):
             yield
             if self.zero1 is None and self.layout.plan.data.kind in REPLICATED and self.meshes.data.size() > 1:
-                average_gradients(list(self.model.parameters()), self.data_group, self.layout.plan.data.bucket_mb)
+                fewer, of_group = find_expert_replicas(self.model), dict[Any, list[nn.Parameter]]()
+                for parameter in self.model.parameters():
+                    of_group.setdefault(fewer.get(id(parameter), self.data_group), []).append(parameter)
+                for group, parameters in of_group.items():
+                    average_gradients(parameters, group, self.layout.plan.data.bucket_mb)
         if self.zero1 is not None:  # after the sum over stages: from here on a rank has shards of gradients only
             self.zero1.reduce_gradients()
 

@@ -19,6 +19,7 @@ import numpy as np
 from cornstarch.errors import ConfigError
 from cornstarch.plan import rank_order
 from cornstarch.plan.data_options import REPLICATED, SHARDED, SPLIT_BACKWARD, UNSYNCHRONIZED
+from cornstarch.plan.expert_options import check_expert_layout, has_shared_experts
 from cornstarch.plan.plan import Plan
 from cornstarch.plan.rank_order import Placement, Ranks, Span
 from cornstarch.plan.validation import format_value, nearest
@@ -69,6 +70,7 @@ class Layout:
             rank_order.build_spans(plan.modules, plan.sharing, plan.ranks), dp, ranks_per_node
         )
         layout = cls(plan, world, ranks_per_node, _infer_replicate(plan, dp, ranks_per_node), placement)
+        check_expert_layout(layout)
         size = plan.data.reshard_after_forward
         for module in plan.modules:
             shards = layout.data_shape(module)[1]
@@ -109,8 +111,11 @@ class Layout:
 
     @property
     def exchanges_in_passes(self) -> bool:
-        """Whether FSDP communicates during passes: all ranks of a data group then run the same modules every time."""
+        """Whether ranks of a data group communicate during passes, by FSDP or between experts: all of them then run
+        the same modules every time."""
         modules = self.plan.modules
+        if has_shared_experts(self.plan):
+            return True
         return any(self.plan.kind(name) in SHARDED and prod(self.data_shape(name)) > 1 for name in modules)
 
     def place(self, rank: int) -> Place:
@@ -225,6 +230,7 @@ class Layout:
             sizes = (self.dp * stages * span.stage_ranks, stages, self.dp, span.cp, span.tp)
             kind, (copies, shards) = self.plan.kind(name), self.data_shape(name)
             data = f"{kind}, {copies:,} × {shards:,}" if kind == "hsdp" else f"{kind} over {copies * shards:,}"
+            data += f", experts over {ep:,}" if (ep := self.plan.modules[name].ep) > 1 else ""
             rows.append((name, *(f"{size:,}" for size in sizes), data))
         return "\n".join([head, "", *columns(rows, right=range(1, 6))])
 

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter, model_
 
 from cornstarch.plan import data_options, validation
 from cornstarch.plan.data_options import LANGUAGE_MODEL, WHOLE_MODEL, Asynchronous, Compression, DataKind, Gossip, Local
+from cornstarch.plan.expert_options import find_expert_conflicts
 from cornstarch.plan.schema_words import schema_of
 from cornstarch.plan.validation import Mistake, NotNegative, Path, Positive, Switch, format_value, nearest, section
 from cornstarch.schedule.policies import SCHEDULES, Policy
@@ -42,6 +43,9 @@ class ModulePlan:
     cp_distribution: data_options.CpDistribution = "auto"
     """Which tokens each rank gets: uniform: equal runs; zigzag: runs from both ends; makespan_min: balanced by the work
     of the mask; auto: the best for the mask."""
+    ep: Positive = 1
+    """Ranks that the experts of each layer are shared out over (expert parallelism): a part of the dp × cp ranks that
+    have tokens of their own. Tokens are sent to their experts."""
     stages: Positive = 1
     """Pipeline stages: sets of ranks with some of the layers each."""
     virtual_stages: Positive = 1
@@ -102,6 +106,7 @@ class ModulePlan:
         further = [word for word in ("sequence", "vocabulary") if getattr(self, f"tp_{word}")]
         sizes += [f"tp {self.tp}" + (f" ({', '.join(further)})" if further else "")] if self.tp > 1 else []
         words = [" × ".join(sizes) or "one rank"]
+        words += [f"experts over ep {self.ep}"] if self.ep > 1 else []
         words += [f"ZeRO-{self.zero}"] if self.zero is not None else []
         words += ["activation checkpointing"] if self.activation_checkpointing else []
         words += [self.precision] if self.precision is not None else []
@@ -243,6 +248,7 @@ class Plan:
             if is_interleaved and all(module.virtual_stages == 1 for module in self.modules.values()):
                 text = "No module has virtual_stages of more than 1: there is nothing to interleave.\n"
                 yield ("schedule",), f"{text}Set them, or use 1f1b."
+        yield from self._expert_conflicts(broken)
         if ("data",) in broken:
             return
         for name, module in self.modules.items():
@@ -253,6 +259,15 @@ class Plan:
             if None not in (module.precision, computed) and module.precision != computed:
                 text = f"data.param_dtype = {computed} holds for every module.\nGive one of them."
                 yield ("modules", name, "precision"), text
+
+    def _expert_conflicts(self, broken: Set[Path]) -> Iterator[tuple[Path, str]]:
+        data = None if any(path[0] == "data" for path in broken) else self.data
+        schedule = "1f1b" if ("schedule",) in broken else self.schedule
+        stages = max((module.stages for module in self.modules.values()), default=1)
+        for name, module in self.modules.items():
+            if module.ep > 1 and not any(path[:2] == ("modules", name) for path in broken):
+                for text in find_expert_conflicts(module, data, schedule, max(stages, len(self.sharing))):
+                    yield ("modules", name, "ep"), text
 
     @property
     def shared(self) -> bool:

@@ -54,6 +54,7 @@ _NAMES_ELSEWHERE = {
     "stages": "pp pp_size pipeline pipeline_parallel num_stages",
     "cp": "sp sp_size cp_size context_parallel sequence_parallel",
     "tp": "tp_size tensor_parallel",
+    "ep": "ep_size expert_parallel expert_parallel_size expert_model_parallel_size",
     "zero": "zero_stage",
     "activation_checkpointing": "gradient_checkpointing recompute",
     "precision": "dtype",

@@ -15,6 +15,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, device, resize_cluster, this_cpu
 from cornstarch.plan.cost import RunCost
+from cornstarch.plan.expert_options import check_predictable
 from cornstarch.plan.layout import Layout, unexecutable
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
 from cornstarch.plan.predict import Prediction, predict
@@ -110,6 +111,7 @@ def predict_own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnP
     try:
         if reasons := unexecutable(plan):
             raise ConfigError(reasons[0])
+        check_predictable(plan)
         starts: dict[
             str, tuple[int, ...]
         ] = {}  # the first layer of each part, if the plan says how many layers they have

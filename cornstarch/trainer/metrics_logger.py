@@ -239,6 +239,7 @@ class MetricsLogger:
             "memory": trainer.placement.memory(),
             "skipped": position.broken + position.too_long,
             **trainer.run_model.acceleration.figures(),
+            **trainer.run_model.measure_experts(),
             **trainer.replica_sync.figures(),
         }
         peak = peak_flops(_device_name(trainer.placement.device), trainer.placement.precision)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
@@ -38,6 +38,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
 from cornstarch.parallel import distributed
+from cornstarch.parallel.expert import check_expert_plan
 from cornstarch.parallel.passes import iter_planned_modules
 from cornstarch.parallel.tensor import check_tensor_plan
 from cornstarch.parallel.tested import is_tested
@@ -125,7 +126,7 @@ def build_given_twin(kind: str, config: dict[str, Any]) -> PreTrainedModel:
 
 
 def _multiple(config: RunConfig) -> int:
-    return math.lcm(*(module.tp * module.cp for module in config.parallel.modules.values()))
+    return math.lcm(*(module.tp * module.cp * module.ep for module in config.parallel.modules.values()))
 
 
 def _layers(config: RunConfig) -> int:
@@ -235,9 +236,11 @@ def find_untested_modules(model: nn.Module, layout: Layout) -> list[str]:
         name = type(inner).__name__
         is_known = type(inner).__module__.startswith("transformers.")  # not just a class of the same name
         shards_items = plan.cp > 1 and isinstance(module, ModalEncoderModule)
-        for axis, is_cut in (("tp", plan.tp > 1), ("cp", shards_items)):
+        for axis, is_cut in (("tp", plan.tp > 1), ("cp", shards_items), ("ep", plan.ep > 1)):
             if is_cut and not (is_known and is_tested(name, axis, transformers.__version__)):
                 found.append(f"{name} ({axis})")
+        if plan.ep > 1:
+            check_expert_plan(inner, plan.ep)
         if plan.tp > 1:
             vocabulary = plan.tp_vocabulary and not isinstance(module, ModalEncoderModule)
             check_tensor_plan(inner, plan.tp, sequence=plan.tp_sequence, vocabulary=vocabulary)
@@ -259,7 +262,7 @@ def verify_plan(
     how = config.parallel.verify
     if how != "never":
         check_loss(model, layout)
-    is_cut = any(plan.tp > 1 or plan.cp > 1 for plan in layout.plan.modules.values())
+    is_cut = any(max(plan.tp, plan.cp, plan.ep) > 1 for plan in layout.plan.modules.values())
     if how == "never" or not is_cut:
         return
     untested = find_untested_modules(model, layout)
@@ -283,6 +286,9 @@ def verify_plan(
 
 
 def _try_plan(model: nn.Module, config: RunConfig, rows: Sequence[Any] | None) -> str | None:
+    # Two ranks exchange tokens as many do, and a trial is small.
+    modules = {name: replace(plan, ep=min(plan.ep, 2)) for name, plan in config.parallel.modules.items()}
+    config = config.model_copy(update={"parallel": replace(config.parallel, modules=modules)})
     try:
         # One replica, so that both sides see the same batch and the first wrong output can be named.
         ranks, replicas = choose_trial_size(config.parallel, (1, 2, 4))

@@ -42,6 +42,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "zero3 2, tp 2": (4, {"data": {"kind": "zero3"}, "modules": {"model": {"tp": 2}}}),
+    "ep 2": (2, {"modules": {"model": {"ep": 2}}}),
+    "ep 2, zero3 4": (4, {"data": {"kind": "zero3"}, "modules": {"model": {"ep": 2}}}),
+    "ep 2, zero1 4": (4, {"data": {"kind": "zero1"}, "modules": {"model": {"ep": 2}}}),
+    "ep 4": (4, {"modules": {"model": {"ep": 4}}}),
+    "ep 2, tp 2": (4, {"data": {"kind": "fsdp2"}, "modules": {"model": {"ep": 2, "tp": 2}}}),
+    "pp 2, ep 2": (4, {"modules": {"model": {"stages": 2, "ep": 2}}}),
 }
 PAIRS = [
     ("fused", "tp 2", "one process"),
@@ -58,6 +64,14 @@ PAIRS = [
     ("tied", "vision, pp 2", "vision inside, pp 2 x zero2"),
     ("tied", "pp 2, tp 2, vocabulary", "one process"),
     ("lora", "vision inside, pp 2 x zero2", "vision, pp 2"),
+    ("moe", "ep 2", "one process"),
+    ("moe", "one process", "ep 4"),
+    ("moe", "ep 2", "ep 4"),
+    ("moe", "ep 4", "ep 2, zero3 4"),
+    ("moe", "ep 2, zero3 4", "ep 2, zero1 4"),
+    ("moe", "ep 2, zero1 4", "pp 2, ep 2"),
+    ("moe", "ep 2, tp 2", "ep 4"),
+    ("moe", "ep 2", "ep 2, tp 2"),
 ]
 
 

@@ -30,7 +30,8 @@ FLIPPED = 0.15
 _TIMES = 4.0  # the distance between half precision and fp32 that several processes may be off
 _ULPS = 8  # units in the last place: each step rounds the weights once, the steps' own rounding adds up
 _LEFT_OUT = {"time", "tokens_per_second", "samples_per_second", "items_per_second", "seconds", "step_time",
-             "data_wait", "copy_wait", "memory", "features", "text", "recompilations", "eager_layers"}  # fmt: skip
+             "data_wait", "copy_wait", "memory", "features", "text", "recompilations", "eager_layers",
+             "expert_balance"}  # fmt: skip
 _COMPARED_LINES = ("train", "evaluation", "shuffled")
 
 

@@ -17,9 +17,11 @@ AXES = {
     "tp": ("tp 2", "tensor parallelism: matrices sharded over two ranks"),
     "cp": ("cp 2", "context parallelism: tokens of a language model, or items of an encoder, sharded over two ranks"),
     "pp": ("pp 2", "pipeline parallelism: layers split into two stages"),
+    "ep": ("ep 2", "expert parallelism: experts shared out over two ranks, each with rows of its own"),
 }
 TITLES = {"language models": "Language models", "encoders": "Encoders"}
-COMMANDS = {"tp": "tests.generality.tensor", "cp": "tests.generality.context", "pp": "tests.generality.split"}
+COMMANDS = {"tp": "tests.generality.tensor", "cp": "tests.generality.context", "pp": "tests.generality.split",
+            "ep": "tests.generality.experts"}  # fmt: skip
 
 INTRODUCTION = """# Models that can be split
 

@@ -28,14 +28,20 @@ def test_the_table_is_whole_and_nothing_is_wrong(axis: str, least: int) -> None:
     assert all(verdict.reason for verdict in sweep.verdicts.values() if verdict.status == tested.REFUSED)
 
 
+def test_experts_of_most_mixtures_were_shared_out() -> None:
+    found = tested.read_table()["ep"].verdicts
+    assert sum(verdict.status == tested.PASSED for verdict in found.values()) >= 46
+    assert not any(verdict.status == tested.WRONG for verdict in found.values())
+
+
 def test_another_way_to_cut_is_another_column() -> None:
     versions = {"transformers": "5.22.2", "torch": "2.13.0"}
     one = {"AForCausalLM": Verdict("passed", whole=("B: why",)), "C": Verdict("refused", "C is | odd. Use 1.")}
     table = {axis: Sweep(versions, {"language models": one}) for axis in AXES}
     text = page(table)
-    assert "| model | tp 2 | cp 2 | pp 2 |" in text
-    assert "| `AForCausalLM` | passed, in part | passed, in part | passed, in part |" in text
-    assert "| `C` | refused: is \\| odd | refused: is \\| odd | refused: is \\| odd |" in text
+    assert "| model | tp 2 | cp 2 | pp 2 | ep 2 |" in text
+    assert f"| `AForCausalLM` |{' passed, in part |' * 4}" in text
+    assert "| `C` |" + " refused: is \\| odd |" * 4 in text
     assert "| Language models | pp 2 | 1 | 1 | 1 | 0 |" in text
     assert "transformers 5.22.2, torch 2.13.0" in text
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers.integrations import moe
 
 from cornstarch.engine import run_model
 from cornstarch.engine.model_parts import ModelPart
@@ -24,6 +25,7 @@ def computed_in_double() -> Iterator[None]:
         patch.object(DevicePlacement, "dtype", property(lambda self: torch.float64)),
         patch.object(DevicePlacement, "forward_context", lambda self: nullcontext()),
         patch.object(DevicePlacement, "move_batch", _move_in_double),
+        patch.object(moe, "_can_use_grouped_mm", lambda *_: False),  # torch multiplies no float64 in groups
         KeepDoubles(),
     ):
         yield
@@ -37,20 +39,12 @@ class KeepDoubles(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
-            if func.__name__ == "_grouped_mm":  # torch has no kernel of it for float64
-                return multiply_groups(args[0], args[1], kwargs["offs"])
             if func in _DOWNCASTS:
                 args = tuple(torch.float64 if one is torch.float32 else one for one in args)
                 kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
         elif len(args) > 1 and func in _LAYERS and args[1].dtype == torch.float64:  # an item that stands in for none
             args = (args[0].double(), *args[1:])
         return func(*args, **kwargs)
-
-
-def multiply_groups(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Return each group of rows, which ends at its offset, times the matrix of its number."""
-    groups = torch.tensor_split(rows, offs[:-1].cpu().long())
-    return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
 
 
 _LAYERS = {torch.nn.functional.linear, torch.conv1d, torch.conv2d}

@@ -134,7 +134,57 @@ ROWS: dict[str, Row] = {
     "mlp": Row("plain MLP", {"factory": {"function": "tests.parity.rows:Perceptron"}}, numbers),
 }
 
+# As many layers of experts as of others, or all of them; each token goes to two of eight.
+_EIGHT = {
+    **_WIDE, "num_hidden_layers": 3, "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+EXPERTS: dict[str, Mapping[str, Any]] = {
+    "mixtral": {**_EIGHT, "num_local_experts": 8, "sliding_window": None},
+    "qwen3_moe": {**_EIGHT, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "qwen2_moe": {**_EIGHT, "num_experts": 8, "shared_expert_intermediate_size": 32},
+    "olmoe": {**_EIGHT, "num_experts": 8},
+    "deepseek_v3": {
+        **_EIGHT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+    "gpt_oss": {**_EIGHT, "num_local_experts": 8, "head_dim": 16, "sliding_window": 16},
+    "glm4_moe": {**_EIGHT, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "granitemoe": {**_EIGHT, "num_local_experts": 8},
+}  # fmt: skip
+"""Language models with a mixture of experts, by their type."""
+
 APART: dict[str, Row] = {
+    **{
+        name: Row(name, {"whole": llm({**config, "model_type": name}, task="causal-lm")}, asking(), ("language_model",))
+        for name, config in EXPERTS.items()
+    },
+    **{
+        f"{train}_experts": Row(
+            f"vision frozen, LLM with experts {train}",
+            {
+                "encoders": {"vision": vision("projector")},
+                "language_model": llm(
+                    {**EXPERTS["qwen3_moe"], "model_type": "qwen3_moe"},
+                    train=train,
+                    lora={"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]},
+                ),
+            },
+            asking("i"),
+            ("vision", "language_model"),
+        )
+        for train in ("frozen", "lora")
+    },
+    "packed_experts": Row(
+        "vision and LLM with experts, packed rows",
+        {
+            "encoders": {"vision": vision("full")},
+            "language_model": llm({**EXPERTS["qwen3_moe"], "model_type": "qwen3_moe"}),
+        },
+        asking("i"),
+        ("vision", "language_model"),
+        {"packing": True, "max_length": 64},
+    ),
     "long": Row(
         "vision and LLM, packed rows of 256 tokens, images both ways",
         {
