@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter, send
-from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
+from cornstarch.plan.cost import LayerCost, ModuleCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
 from cornstarch.plan.data_options import keeps_gathered
 from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
 from cornstarch.plan.plan import DataKind, explain_uncompiled
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 _REACHED_BANDWIDTH = 0.8
 
 
-@dataclass(frozen=True)
-class StageCost:
+class StageCost(NamedTuple):
     """The cost of one stage: consecutive layers of a module, on one place."""
 
     module: str
@@ -68,7 +68,20 @@ class CostModel:
     def __init__(self, cost: RunCost, cluster: Cluster) -> None:
         self.cost, self.cluster = cost, cluster
         device = cluster.device
-        self.rank_cost = lru_cache(maxsize=None)(lambda sharding: compute_rank_cost(cost, sharding, device))
+        # Most layers of a module differ in their names alone: the cost of each kind is computed once.
+        kinds, eager = ([_find_kinds(cost, one) for one in modules] for modules in (cost.modules, cost.eager))
+        short = replace(cost, modules=tuple(one for one, _ in kinds), eager=tuple(one for one, _ in eager))
+        rows = {(one.name, True): index for one, index in kinds}
+        rows |= {(one.name, False): index for one, index in eager or kinds}
+
+        def build_rank_cost(sharding: ModuleSharding) -> RankCost:
+            one, index = compute_rank_cost(short, sharding, device), rows[sharding.module, sharding.compiled]
+            columns = {name: value[index] for name, value in vars(one).items() if name != "layers"}
+            return RankCost(tuple([one.layers[row] for row in index]), **columns)
+
+        self.rank_cost = lru_cache(maxsize=None)(build_rank_cost)
+        self.trained = {one.name: np.array([layer.trained for layer in one.layers]) for one in cost.modules}
+        """By module, which layers are trained."""
         self._memory: dict[tuple[object, ...], Memory] = {}
         self._ends: dict[tuple[object, ...], StepEnd] = {}
 
@@ -103,6 +116,23 @@ class CostModel:
             layers, device = self.rank_cost(sharding).layers[first:last], self.cluster.device
             self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies, keeps)
         return self._ends[key]
+
+
+def _find_kinds(cost: RunCost, module: ModuleCost) -> tuple[ModuleCost, NDArray[np.int64]]:
+    """Return a module with the first layer of each kind, and which of these each of its layers is like.
+
+    A kind is everything but the name, and whether anything before the layer is trained.
+    """
+    upstream, known, index = cost.has_trained_input(module.name), dict[tuple[object, ...], int](), []
+    first = []
+    for layer in module.layers:
+        key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
+        if key not in known:
+            known[key] = len(known)
+            first.append(layer)
+        index.append(known[key])
+        upstream = upstream or layer.trained
+    return replace(module, layers=tuple(first)), np.array(index)
 
 
 def compute_step_end(
@@ -198,23 +228,23 @@ class PipelineCost:
     def _build_stages(self, name: str) -> list[StageCost]:
         rank_cost, plan, starts = self.rank_costs[name], self.plans[name], self.starts[name]
         ends = (*starts[1:], len(rank_cost.layers))
+        every = (rank_cost.forward, rank_cost.inputs, rank_cost.weights, rank_cost.kept)
+        columns = [np.add.reduceat(column, starts).tolist() for column in every]
+        columns.append(np.maximum.reduceat(rank_cost.working, starts).tolist())
+        trained = np.logical_or.reduceat(self.costs.trained[name], starts).tolist()
         upstream = self.costs.cost.has_trained_input(name)
         inside = self.candidate.has_encoders_inside
         of_last = 0 if name == self.last or inside else len(self.starts[self.last])
         earlier = takewhile(lambda span: name not in span.modules, self.candidate.spans)
         first_place = sum(span.stages for span in earlier)
         stages = []
-        for index, (first, last) in enumerate(zip(starts, ends, strict=True)):
-            trains = any(layer.trained for layer in rank_cost.layers[first:last])
+        rows = zip(starts, ends, trained, *columns, strict=True)
+        for index, (first, last, trains, *costs) in enumerate(rows):
             upstream = upstream or trains
             after = len(starts) - 1 - index + of_last
             if inside and name != self.last:
                 after = len(self.starts[self.last]) - 1
-            columns = (rank_cost.forward, rank_cost.inputs, rank_cost.weights, rank_cost.kept)
-            forward, inputs, weights, kept = (float(column[first:last].sum()) for column in columns)
-            working = float(rank_cost.working[first:last].max())
             place = first_place + index % plan.stages
-            costs = (forward, inputs, weights, kept, working)
             stages.append(StageCost(name, index, place, first, last, trains, upstream, after, *costs))
         return stages
 

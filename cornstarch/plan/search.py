@@ -20,7 +20,7 @@ from cornstarch.plan.candidates import Candidate, ParallelSizes, SearchSpace
 from cornstarch.plan.cost import ModuleSharding, RankCost, RunCost
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.plan import DataKind, Plan
-from cornstarch.plan.predict import Prediction, explain_slower, predict
+from cornstarch.plan.predict import Prediction, explain_slower, predict, predict_pipeline
 from cornstarch.plan.rank_order import GroupLinks
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class _BestFirstSearch:
                 break
             if isinstance(entry, PipelineCost):
                 self.tried += 1
-                one = predict(entry.candidate, self.costs, self.costs.cluster)
+                one = predict_pipeline(entry)
                 if one.fits:
                     self.seen.append(one)
                     best = one if best is None or one.step < best.step else best
