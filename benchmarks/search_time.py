@@ -1,8 +1,9 @@
 """CPU seconds and memory of `cornstarch plan` by the size of the cluster.
 
-Every row is a process of its own that does what the command does: it reads a config, traces the model on the meta
-device, and searches. CPU seconds are user and system time of that process; memory is its largest resident set. Imports
-of torch and transformers, the trace of the model, and the search are listed apart.
+Every row is a process of its own. CPU seconds are user and system time of that process; memory is its largest resident
+set. Rows of `cornstarch plan` do what the command does: they read a config, trace the model on the meta device, and
+search; imports of torch and transformers, the trace, and the search are listed apart. The other rows search with costs
+that are counted by hand (nine_models.py), without torch.
 
     python benchmarks/search_time.py                          # prints the table
     python benchmarks/search_time.py --only 405B              # rows whose names contain a text
@@ -15,16 +16,25 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from nine_models import LANGUAGE, LLAMA_8B, LLAMA_70B, Model, run_cost
+from nine_models import SIGLIP as SIGLIP_STACK
 
+from cornstarch.plan.cluster import Cluster
+from cornstarch.plan.cost import RunCost
+from cornstarch.plan.search import SearchResult, search
+
+EFFICIENCY = 0.55  # of the peak rate
+CP_SIZES = tuple(2**power for power in range(11))
 SIGLIP = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
     "num_attention_heads": 16, "image_size": 384, "patch_size": 14, "vision_use_head": False,
@@ -36,6 +46,12 @@ LLAMA = {
 }
 """The shapes of Llama 3.1."""
 SLOW = {"per_node": 8, "device": "H100", "between": {"bandwidth": "10 Gbit/s", "latency": "100 us"}}
+STACKS = {
+    "8B": LLAMA_8B,
+    "70B": LLAMA_70B,
+    "405B": replace(LLAMA_70B, name="llama_405b", layers=126, hidden=16384, inner=53248, heads=128),
+}
+OTHERS = 40  # runners-up at most, as in the command
 LIMIT = 180  # CPU seconds of a row
 
 
@@ -49,6 +65,8 @@ class Case:
     tokens: int = 4096
     has_images: bool = True
     slow: bool = False
+    is_command: bool = False
+    """Whether it is planned as `cornstarch plan` does."""
 
 
 CASES = (
@@ -59,7 +77,18 @@ CASES = (
     Case("8B, 1M tokens", "8B", ((64, 8), (256, 16), (1024, 64)), 1_048_576, False),
     Case("SigLIP + 8B, 10 Gbit/s between nodes", "8B", ((64, 1024), (512, 2048)), slow=True),
     Case("SigLIP + 70B, 10 Gbit/s between nodes", "70B", ((64, 1024), (512, 2048)), slow=True),
+    Case("`cornstarch plan`: SigLIP + 8B", "8B", ((64, 1024),), is_command=True),
+    Case("`cornstarch plan`: SigLIP + 405B", "405B", ((4096, 4096),), is_command=True),
 )
+
+
+def count_costs(case: Case, batch: int, operations: float) -> RunCost:
+    """Return the costs of a run, counted by hand; operations: of a device in a second."""
+    encoders = {"vision": replace(SIGLIP_STACK, tiles=1, handed=729)} if case.has_images else {}
+    model = Model(case.name, STACKS[case.language], encoders, case.tokens - 729 * len(encoders))
+    cp = tuple(size for size in CP_SIZES if size <= max(8, case.tokens // 1024))
+    sizes = {"encoder": ((1, 2, 4, 8), cp), LANGUAGE: ((1, 2, 4, 8), cp)}
+    return run_cost(model, operations, sizes, trained=True, batch=batch)
 
 
 def write_run(folder: Path, case: Case, devices: int, batch: int) -> tuple[Path, str]:
@@ -77,22 +106,28 @@ def write_run(folder: Path, case: Case, devices: int, batch: int) -> tuple[Path,
     return folder / "run.yaml", str(folder / "cluster.yaml")
 
 
-def plan_once(run: str, cluster: str) -> dict[str, Any]:
-    """Plan as `cornstarch plan` does, in this process; return the CPU seconds of each phase."""
-    import resource
-
+def plan_as_command(run: str, machines: Cluster) -> tuple[list[float], SearchResult]:
+    """Plan as `cornstarch plan` does; return the CPU seconds after each phase."""
     from cornstarch.config.config_file import load_config
-    from cornstarch.plan.cluster import Cluster
-    from cornstarch.planner import search_run
+    from cornstarch.planner import build_cost, search_run  # noqa: F401  # imports torch and transformers
 
-    config, machines = load_config(run, ()), Cluster.parse(cluster)
-    from cornstarch.planner import build_cost  # noqa: F401  # imports torch and transformers
-
-    times = [time.process_time()]
+    config, times = load_config(run, ()), [time.process_time()]
     cost = search_run.cost_of(config, machines)
     times.append(time.process_time())
-    found = search_run.plan_run(config, machines, cost, 40)
-    search_run.own_plan(config, machines, cost)
+    return times, search_run.plan_run(config, machines, cost, OTHERS)
+
+
+def plan_once(name: str, batch: int, run: str, cluster: str) -> dict[str, Any]:
+    """Plan in this process; return the CPU seconds of each phase."""
+    import resource
+
+    case, machines = next(one for one in CASES if one.name == name), Cluster.parse(cluster)
+    if case.is_command:
+        times, found = plan_as_command(run, machines)
+    else:
+        cost = count_costs(case, batch, EFFICIENCY * machines.device.flops_of("bf16"))
+        times = [0.0, time.process_time()]
+        found = search(cost, machines, None, OTHERS)
     times.append(time.process_time())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # GiB; kilobytes are given
     if found.best is None:
@@ -107,7 +142,10 @@ def measure(case: Case, devices: int, batch: int) -> dict[str, Any]:
     """Return the figures of one row, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         run, cluster = write_run(Path(folder), case, devices, batch)
-        command = f"ulimit -t {LIMIT}; exec {sys.executable} {Path(__file__).resolve()} --child {run} {cluster}"
+        child = shlex.join(
+            [sys.executable, str(Path(__file__).resolve()), "--child", case.name, str(batch), str(run), cluster]
+        )
+        command = f"ulimit -t {LIMIT}; exec {child}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True)
     head = {"name": case.name, "devices": devices, "batch": batch}
@@ -142,9 +180,11 @@ def build_page(rows: list[dict[str, Any]], arguments: str, picture: str | None) 
     head = [
         "# Search time",
         "",
-        "`benchmarks/search_time.py`: CPU seconds and memory of `cornstarch plan`, each row a process of its own. *search*",
-        "is the search alone, *trace* the costs of layers, *imports* torch and transformers; *CPU-s* is their sum (user",
-        "and system), *GiB* the largest resident set of the process. The plans are predictions.",
+        "`benchmarks/search_time.py`: CPU seconds (user and system) and memory of the search for a plan, each row a",
+        "process of its own. *search* is the search alone, with all runners-up; *trace* the costs of layers; *imports*",
+        "torch and transformers; *CPU-s* is their sum, *GiB* the largest resident set of the process. The last rows",
+        "are what `cornstarch plan` does; the others search with costs that are counted by hand, without torch.",
+        "Clusters are nodes of 8 H100. The plans are predictions.",
         "",
         f"2026-11-19, 2 CPU cores shared with other work, {versions}:",
         "",
@@ -184,10 +224,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a Markdown file")
     parser.add_argument("--picture", type=Path, help="a PNG or SVG file")
     parser.add_argument("--json", type=Path, help="all figures, as JSON")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(plan_once(*given.child)))
+        name, batch, run, cluster = given.child
+        print(json.dumps(plan_once(name, int(batch), run, cluster)))
         return
     rows = []
     for case in CASES:

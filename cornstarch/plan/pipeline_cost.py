@@ -7,7 +7,7 @@ simulated step is shorter than `PipelineCost.least`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +24,7 @@ from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memor
 from cornstarch.plan.plan import DataKind, explain_uncompiled
 from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
+from cornstarch.plan.steady_state import count_chunks_after_warmup
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Device
@@ -69,19 +70,18 @@ class CostModel:
         self.cost, self.cluster = cost, cluster
         device = cluster.device
         # Most layers of a module differ in their names alone: the cost of each kind is computed once.
-        kinds, eager = ([_find_kinds(cost, one) for one in modules] for modules in (cost.modules, cost.eager))
-        short = replace(cost, modules=tuple(one for one, _ in kinds), eager=tuple(one for one, _ in eager))
-        rows = {(one.name, True): index for one, index in kinds}
-        rows |= {(one.name, False): index for one, index in eager or kinds}
+        short, rows = _find_kinds(cost)
 
         def build_rank_cost(sharding: ModuleSharding) -> RankCost:
-            one, index = compute_rank_cost(short, sharding, device), rows[sharding.module, sharding.compiled]
+            one, index = compute_rank_cost(short, sharding, device), rows[sharding.module]
             columns = {name: value[index] for name, value in vars(one).items() if name != "layers"}
             return RankCost(tuple([one.layers[row] for row in index]), **columns)
 
         self.rank_cost = lru_cache(maxsize=None)(build_rank_cost)
         self.trained = {one.name: np.array([layer.trained for layer in one.layers]) for one in cost.modules}
         """By module, which layers are trained."""
+        self.passes: dict[tuple[object, ...], float] = {}
+        """By sizes and further choices, the bounds of `PipelineCost.least_passes`."""
         self._memory: dict[tuple[object, ...], Memory] = {}
         self._ends: dict[tuple[object, ...], StepEnd] = {}
 
@@ -118,21 +118,34 @@ class CostModel:
         return self._ends[key]
 
 
-def _find_kinds(cost: RunCost, module: ModuleCost) -> tuple[ModuleCost, NDArray[np.int64]]:
-    """Return a module with the first layer of each kind, and which of these each of its layers is like.
+def _find_kinds(cost: RunCost) -> tuple[RunCost, dict[str, NDArray[np.int64]]]:
+    """Return a run with the first layer of each kind of a module, and by module, which kind each of its layers is.
 
-    A kind is everything but the name, and whether anything before the layer is trained.
+    A kind is everything but the name, in each way that the module can be computed, and whether anything before the
+    layer is trained.
     """
-    upstream, known, index = cost.has_trained_input(module.name), dict[tuple[object, ...], int](), []
-    first = []
-    for layer in module.layers:
-        key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
-        if key not in known:
-            known[key] = len(known)
-            first.append(layer)
-        index.append(known[key])
-        upstream = upstream or layer.trained
-    return replace(module, layers=tuple(first)), np.array(index)
+    ways = {name: one for name, one in vars(cost).items() if _are_modules(one)}
+    rows: dict[str, NDArray[np.int64]] = {}
+    short: dict[str, list[ModuleCost]] = {name: [] for name in ways}
+    for number, module in enumerate(cost.modules):
+        upstream, known, index, first = cost.has_trained_input(module.name), dict[tuple[object, ...], int](), [], []
+        for at, layer in enumerate(module.layers):
+            same = [vars(modules[number].layers[at]) for modules in ways.values()]
+            key = (upstream, *[value for one in same for name, value in one.items() if name != "name"])
+            if key not in known:
+                known[key] = len(known)
+                first.append(at)
+            index.append(known[key])
+            upstream = upstream or layer.trained
+        rows[module.name] = np.array(index)
+        for name, modules in ways.items():
+            own = modules[number]
+            short[name].append(replace(own, layers=tuple([own.layers[at] for at in first])))
+    return replace(cost, **{name: tuple(modules) for name, modules in short.items()}), rows
+
+
+def _are_modules(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(one, ModuleCost) for one in value)
 
 
 def compute_step_end(
@@ -305,17 +318,21 @@ class PipelineCost:
         """Return the microbatches in flight at a stage: exact for naive, gpipe and 1f1b, else a lower bound."""
         if not stage.has_backward:
             return 0
+        last = self.plans[self.last]
+        if self.candidate.schedule == "interleaved" and last.virtual_stages > 1 and stage.module == self.last:
+            return count_chunks_after_warmup(last.stages, last.virtual_stages, self.candidate.microbatches)[stage.index]
         ahead = {"naive": 1, "gpipe": self.candidate.microbatches, "1f1b": stage.after + 1}
         return min(self.candidate.microbatches, ahead.get(self.candidate.schedule, 1))
 
     def activations(self, place: int, in_flight: dict[tuple[str, int], int] | None = None) -> int:
         """Return the peak bytes of activations at a place; `in_flight`: by module and index."""
-        kept = working = 0.0
-        for stage in self.places[place]:
+        kept, stages = 0.0, self.places[place]
+        for stage in stages:
             many = self.in_flight(stage) if in_flight is None else in_flight[stage.module, stage.index]
             kept += many * stage.kept
-            working = max(working, stage.working)
-        return round(kept + working)
+        # A lower bound of the memory at one moment has the least of what a stage may need beside.
+        is_bound = in_flight is None and self.candidate.schedule == "interleaved"
+        return round(kept + (min if is_bound else max)(stage.working for stage in stages))
 
     def single_pass_peak(self, place: int) -> int:
         """Return the peak of activations and gradients while the only microbatch of a step passes, layer by layer.
@@ -348,23 +365,34 @@ class PipelineCost:
         return max(map(self.peak, range(len(self.places))))
 
     @cached_property
-    def least(self) -> float:
-        """A lower bound of the time of a step.
+    def least_passes(self) -> float:
+        """A lower bound of the time of all passes.
 
         Before a place starts, a microbatch must reach it; then it does its work for all; then the last microbatch goes
-        on to the end, or the place reduces its gradients. With zero_bubble, gradients of weights may be delayed to the
-        end, so only the others count before the last microbatch leaves.
+        on to the end. With zero_bubble, gradients of weights may be delayed to the end, so only the others count before
+        the last microbatch leaves.
         """
+        return max(work + max(tail, late) for work, tail, late in self._bounds)
+
+    @cached_property
+    def least(self) -> float:
+        """A lower bound of the time of a step: of all passes, or of those of a place and its gradient reduction."""
+        own = (work + late + end for (work, _, late), end in zip(self._bounds, self.tails, strict=True))
+        return max(self.least_passes, *own)
+
+    @cached_property
+    def _bounds(self) -> list[tuple[float, float, float]]:
+        """By place, bounds of: the end of what others wait for, the time from there to the end, its work after it."""
         heads, tails = self._lower_bound_paths()
         many, split = self.candidate.microbatches, self.candidate.schedule == "zero_bubble"
-        bounds = []
-        for place, stages in enumerate(self.places):
+        found = []
+        for stages in self.places:
             head = min(heads[stage.module, stage.index] for stage in stages)
             tail = min(tails[stage.module, stage.index] for stage in stages)
             work = many * sum(stage.total for stage in stages)
             needed = many * sum(stage.forward + stage.inputs for stage in stages) if split else work
-            bounds += [head + needed + tail, head + work + self.tails[place]]
-        return max(bounds)
+            found.append((head + needed, tail, work - needed))
+        return found
 
     def _lower_bound_paths(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
         """Return, by stage, lower bounds of the time to reach it, and from its end to the end of the step."""

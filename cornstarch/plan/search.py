@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count, islice, product
 from typing import TYPE_CHECKING, Any
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import candidates
+from cornstarch.plan.bounds import Bounds
 from cornstarch.plan.candidates import Candidate, ParallelSizes, SearchSpace
-from cornstarch.plan.cost import ModuleSharding, RankCost, RunCost
+from cornstarch.plan.cost import RunCost
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.plan import DataKind, Plan
-from cornstarch.plan.predict import Prediction, explain_slower, predict, predict_pipeline
-from cornstarch.plan.rank_order import GroupLinks
+from cornstarch.plan.predict import Prediction, explain_slower, predict
+from cornstarch.plan.relaxed_sync import compare_relaxed, is_slow, restrict_to_replicas
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -34,6 +34,7 @@ _MAX_REFINED, _NEAR = 3, 0.05  # how many of the best are refined, and how much 
 MOST_DEVICES = 8192
 _MAX_SIZES = 200  # sizes of each rank mode that `can_fit` considers
 _MAX_NEAREST = 8  # and `find_nearest_misses`
+_PLAIN = ("1f1b", "gpipe")
 _VIRTUAL = (2, 3, 4)  # parts of the winner's last module on each place, with interleaving
 
 Refused = dict[tuple[str, bool], tuple[int, Candidate]]
@@ -86,6 +87,8 @@ class SearchResult:
     """Where nothing fits: the smallest cluster of the same devices on which something does."""
     tried: int
     """The number of simulated candidates."""
+    relaxed: tuple[RunnerUp, ...] = ()
+    """Between nodes that are far apart: faster plans that change the training, which is why they are not chosen."""
 
     @property
     def message(self) -> str:
@@ -122,96 +125,19 @@ def search(
     for one in sorted(others, key=lambda one: one.step):
         kept.setdefault(_kind_of(one), one)
     losers = [RunnerUp(one, explain_slower(one, best, cluster)) for one in [*kept.values()][1 : runners_up + 1]]
-    return SearchResult(best, tuple(losers), refused, None, best_first.tried)
+    relaxed = tuple(_list_relaxed(best, costs, space)) if runners_up and is_slow(cluster) else ()
+    return SearchResult(best, tuple(losers), refused, None, best_first.tried, relaxed)
+
+
+def _list_relaxed(best: Prediction, costs: CostModel, space: SearchSpace) -> Iterator[RunnerUp]:
+    cost, only = restrict_to_replicas(costs.cost, space)
+    base = _BestFirstSearch(CostModel(cost, costs.cluster), only, _ROUGH_TOLERANCE).run()
+    if base is not None:
+        yield from (RunnerUp(*one) for one in compare_relaxed(base, best, cost, costs.cluster))
 
 
 def _explain_refusal(candidate: Candidate, peak: int, usable: int) -> str:
     return f"{candidate.describe()}: needs {peak / 2**30:.1f} GiB on a rank, and {usable / 2**30:.1f} are usable"
-
-
-class Bounds:
-    """Lower bounds for the candidates of one run on one cluster."""
-
-    def __init__(self, costs: CostModel, space: SearchSpace) -> None:
-        self.costs, self.space, self.cost = costs, space, costs.cost
-        self._rank_cost = lru_cache(maxsize=None)(self._compute_rank_cost)
-        whole = self.cost.batch / self.cost.samples
-        self.work = {
-            (module.name, tp, cp): sum(self._rank_cost(number, (tp, cp, 1), whole, False).sums)
-            for number, module in enumerate(self.cost.modules)
-            for tp in module.tp_sizes
-            for cp in module.cp_sizes
-            if tp * cp <= costs.cluster.devices
-        }
-        """By module, tp and cp, the seconds of all samples of a step on one stage, in one microbatch."""
-        self.states = [
-            (
-                float(sum(layer.parameter_bytes for layer in module.layers)),
-                sum(layer.gradient_bytes for layer in module.layers),
-                float(self.cost.state_bytes * sum(layer.num_trainable for layer in module.layers)),
-            )
-            for module in self.cost.modules
-        ]
-        """By module, the bytes of its parameters, gradients and optimizer states."""
-
-    def lower_bound_sizes(self, sizes: ParallelSizes) -> float:
-        """Return the time of a step if the ranks of each module were always busy."""
-        times = []
-        for group in sizes.groups:
-            whole = sum(self.work[sizes.names[n], *sizes.sizes[n][:2]] for n in group)
-            times.append(whole / (sizes.sizes[group[-1]][2] * sizes.dp))
-        return max(times)
-
-    def fits(self, sizes: ParallelSizes, kind: DataKind) -> bool:
-        """Return whether parameters, gradients and states could fit if they were even over the stages."""
-        usable = self.costs.cluster.device.usable
-        for group in sizes.groups:
-            total = 0.0
-            for number in group:
-                tp, cp, _ = sizes.sizes[number]
-                parameters, gradients, states = self.states[number]
-                shards = sizes.dp * cp / (sizes.copies if kind == "hsdp" else 1)
-                if kind == "zero1":
-                    states /= shards
-                elif kind != "ddp":
-                    parameters, gradients, states = parameters / shards, gradients / shards, states / shards
-                total += (parameters + gradients + states) / tp
-            if total / sizes.sizes[group[-1]][2] > usable:
-                return False
-        return True
-
-    def lower_bound_microbatches(self, sizes: ParallelSizes, checkpointing: tuple[bool, ...], many: int) -> float:
-        """Return a bound for a number of microbatches M, and what is checkpointed.
-
-        A stage s of K cannot finish before one microbatch has passed the stages before it, forward and backward, and it
-        has done its own work w for all: P + M w. However the work T is cut, the largest of these is at least
-        T / (1 - (1 - 1/M)^K). Interleaved and zero-bubble schedules fill gaps, so for them only M T / K is certain.
-        """
-        samples = self.cost.batch / (sizes.dp * many) / self.cost.samples
-        found = [self._rank_cost(n, sizes.sizes[n], samples, again) for n, again in enumerate(checkpointing)]
-        totals = [sum(one.sums) for one in found]
-        bound = 0.0
-        for group in sizes.groups:
-            stages = sizes.sizes[group[-1]][2]
-            slowest_layer = max(float(found[number].total.max()) for number in group)
-            bound = max(bound, many * max(sum(totals[number] for number in group) / stages, slowest_layer))
-        stages = sizes.sizes[-1][2]
-        interleaves = stages > 1 and many % stages == 0
-        only_plain = "zero_bubble" not in self.space.schedules and not interleaves
-        if not set(self.space.schedules) <= {"1f1b", "gpipe", "naive"} and not only_plain:
-            return bound
-        last = sizes.groups[-1]
-        whole = sum(totals[number] for number in last)
-        ahead = max((totals[number] for number in range(len(totals) - 1) if number not in last), default=0.0)
-        return max(bound, ahead + whole / (1 - (1 - 1 / many) ** stages))
-
-    def _compute_rank_cost(self, number: int, sizes: tuple[int, int, int], samples: float, again: bool) -> RankCost:
-        """Return a module's costs if its ranks were as close together as possible."""
-        tp, cp, _ = sizes
-        cluster = self.costs.cluster
-        links = GroupLinks(cluster.link(range(tp)), cluster.link(range(tp * cp)), cluster.inside)
-        flags = (again, self.space.tp_sequence and tp > 1, self.space.tp_vocabulary and tp > 1)
-        return self.costs.rank_cost(ModuleSharding(self.cost.modules[number].name, tp, cp, samples, links, *flags))
 
 
 def can_fit(costs: CostModel, space: SearchSpace) -> bool:
@@ -287,11 +213,15 @@ def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -
 
 
 class _BestFirstSearch:
-    """An entry of the heap is a bound, a number, and sizes, sizes with microbatches, or the cost of a candidate."""
+    """An entry of the heap is a bound, a number, and sizes, or sizes with more and more of the other choices.
+
+    The order of the choices: microbatches and checkpointing, the schedule, the kind of data parallelism.
+    """
 
     def __init__(self, costs: CostModel, space: SearchSpace, tolerance: float = TOLERANCE) -> None:
         self.costs, self.space, self.tolerance = costs, space, tolerance
         self.bounds = Bounds(costs, space)
+        self.tp_options = candidates.find_tp_options(costs.cost, space)
         self.numbers = count()  # ties of bounds must not compare entries
         self.seen: list[Prediction] = []
         self.refused: Refused = {}
@@ -317,15 +247,15 @@ class _BestFirstSearch:
             bound, _, entry = heappop(heap)
             if bound >= limit:
                 break
-            if isinstance(entry, PipelineCost):
+            if isinstance(entry, Candidate):
                 self.tried += 1
-                one = predict_pipeline(entry)
+                one = predict(entry, self.costs, self.costs.cluster)
                 if one.fits:
                     self.seen.append(one)
                     best = one if best is None or one.step < best.step else best
                     limit = self._limit(best)
                 else:
-                    _keep_smallest(self.refused, one.peak, entry.candidate)
+                    _keep_smallest(self.refused, one.peak, entry)
                 continue
             for below, inner in self._expand(entry, limit):
                 if max(bound, below) < limit:
@@ -336,23 +266,47 @@ class _BestFirstSearch:
         return float("inf") if best is None else best.step * (1 - self.tolerance)
 
     def _expand(self, entry: Any, limit: float) -> Iterator[tuple[float, Any]]:
-        """Yield the entries below sizes, or below sizes with microbatches, each with its bound."""
+        """Yield the entries with one choice more, each with its bound."""
         cost, space = self.costs.cost, self.space
         if isinstance(entry, ParallelSizes):
             if any(self.bounds.fits(entry, kind) for kind in candidates.list_kinds(entry, space)):
                 for many in candidates.list_microbatches(entry, cost, space):
                     for checkpointing in candidates.list_checkpointing(cost, space):
-                        bound = self.bounds.lower_bound_microbatches(entry, checkpointing, many)
-                        yield bound, (entry, checkpointing, many)
-            return
-        sizes, checkpointing, many = entry
-        for candidate in candidates.complete_sizes(sizes, checkpointing, many, cost, space):
-            if self.bounds.fits(sizes, candidate.kind):
+                        choices = entry, checkpointing, many
+                        bound = self.bounds.lower_bound_microbatches(*choices, is_plain=False)
+                        if bound < limit and self.bounds.fits_activations(*choices, is_plain=False):
+                            yield bound, choices
+        elif len(entry) == 3:
+            for schedule in candidates.list_schedules(entry[0], entry[2], cost, space):
+                is_plain = schedule[0] in _PLAIN
+                if is_plain and not self.bounds.fits_activations(*entry, is_plain=True):
+                    continue
+                bound = self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
+                if bound < limit and candidates.list_runnable_kinds(*entry[:2], schedule[0], space):
+                    yield max(bound, self._bound_passes((*entry, schedule))), (*entry, schedule)
+        else:
+            yield from self._complete(entry, limit)
+
+    def _bound_passes(self, entry: Any) -> float:
+        """Return a lower bound of the time of all passes, by the cut of the layers; computed once for all searches."""
+        key = (*entry, self.space.tp_sequence, self.space.tp_vocabulary)
+        if key not in self.costs.passes:
+            # No kind of data parallelism has faster passes than replicas of everything: nothing is gathered in them.
+            candidate = candidates.build_candidate(*entry, "ddp", self.tp_options)
+            self.costs.passes[key] = PipelineCost(candidate, self.costs).least_passes
+        return self.costs.passes[key]
+
+    def _complete(self, entry: Any, limit: float) -> Iterator[tuple[float, Candidate]]:
+        """Yield the candidates with each kind of data parallelism, each with its bound."""
+        sizes, checkpointing, _, (schedule, _) = entry
+        for kind in candidates.list_runnable_kinds(sizes, checkpointing, schedule, self.space):
+            if self.bounds.fits(sizes, kind):
+                candidate = candidates.build_candidate(*entry, kind, self.tp_options)
                 pipeline = PipelineCost(candidate, self.costs)
                 if pipeline.least >= limit:
                     continue
                 if pipeline.least_peak <= self.costs.cluster.device.usable:
-                    yield pipeline.least, pipeline
+                    yield pipeline.least, candidate
                 else:
                     _keep_smallest(self.refused, pipeline.least_peak, candidate)
 

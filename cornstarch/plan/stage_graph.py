@@ -192,4 +192,3 @@ def best_parts(times: Times, stages: int, virtual: int, before: float = 0.0) -> 
         return float(parts.reshape(-1, stages).sum(axis=0).max())
 
     return in_turn if slowest_stage(in_turn) < slowest_stage(plain) * (1 - 1e-9) else plain
-

@@ -103,7 +103,10 @@ class _StageLines:
         self.forwards = [node.forward for node in nodes]
         self.backwards = [get_backward_time(graph, stage) for stage in range(len(nodes))]
         self.order = sorted(stages, key=graph.depth)
-        self.sources = {stage: [(s, transfers.get((s, stage), 0)) for s in graph.predecessors(stage)] for stage in stages}
+        self.sources = {
+            stage: [(source, transfers.get((source, stage), 0)) for source in graph.predecessors(stage)]
+            for stage in stages
+        }
         self.targets = {stage: next(iter(graph.successors(stage)), None) for stage in stages}
         self.lags = {stage: transfers.get((stage, target), 0) for stage, target in self.targets.items()}  # type: ignore[arg-type]
         self.clock: list[float] = [0] * len(nodes)  # the end of the last action of each stage
@@ -261,6 +264,20 @@ def count_chunks_in_flight(places: int, virtual: int, many: int) -> tuple[int, .
             chunk = number // places % virtual
             counts[chunk] += 1
             found[chunk * places + place] = max(found[chunk * places + place], counts[chunk])
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def count_chunks_after_warmup(places: int, virtual: int, many: int) -> tuple[int, ...]:
+    """Return the microbatches in flight at each stage of an interleaved module when the warm-up of its place ends.
+
+    They are there at the same time; the largest numbers of several stages need not be.
+    """
+    shape = _Shape(0, places, virtual)
+    found = [0] * shape.group
+    for place in range(places):
+        for number in range(min(shape.warmup + 2 * (places - 1 - place), many * virtual)):
+            found[number // places % virtual * places + place] += 1
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -103,11 +104,17 @@ def test_floats_are_equal_up_to_rounding() -> None:
     for _ in range(20):
         exact = build_run(draw, "1f1b", 400)
         nodes = [
-            StageNode(n.module, n.index, n.place, n.trains, *map(float, (n.forward, n.backward_input, n.backward_weight)))
-            for n in exact.graph.nodes
+            replace(
+                node,
+                forward=float(node.forward),
+                backward_input=float(node.backward_input),
+                backward_weight=float(node.backward_weight),
+            )
+            for node in exact.graph.nodes
         ]
         transfers = {edge: float(time) for edge, time in exact.transfers.items()}
-        run = PipelineRun(StageGraph(tuple(nodes), exact.graph.edges), exact.microbatches, "1f1b", transfers, exact.ends)
+        graph = StageGraph(tuple(nodes), exact.graph.edges)
+        run = PipelineRun(graph, exact.microbatches, "1f1b", transfers, exact.ends)
         assert run.step == pytest.approx(float(exact.step), rel=1e-11)
 
 
