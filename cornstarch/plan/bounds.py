@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cornstarch.plan.candidates import ParallelSizes, SearchSpace, list_tp_options
+from cornstarch.plan.candidates import (
+    ParallelSizes,
+    SearchSpace,
+    build_candidate,
+    find_tp_options,
+    list_tp_options,
+)
+from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter
 from cornstarch.plan.cost import ModuleSharding, RankCost
 from cornstarch.plan.pipeline_cost import CostModel
 from cornstarch.plan.plan import DataKind
-from cornstarch.plan.rank_order import GroupLinks
+from cornstarch.plan.rank_order import GroupLinks, find_links
 
 
 class Bounds:
@@ -20,6 +27,8 @@ class Bounds:
     def __init__(self, costs: CostModel, space: SearchSpace) -> None:
         self.costs, self.space, self.cost = costs, space, costs.cost
         self._rank_cost = lru_cache(maxsize=None)(self._compute_rank_cost)
+        self._reduce = lru_cache(maxsize=None)(self._compute_sums)
+        self._options = find_tp_options(costs.cost, space)
         whole = self.cost.batch / self.cost.samples
         self.work = {
             (module.name, tp, cp): sum(self._rank_cost(number, (tp, cp, 1), whole, False).sums)
@@ -68,7 +77,7 @@ class Bounds:
     def fits_activations(
         self, sizes: ParallelSizes, checkpointing: tuple[bool, ...], many: int, is_plain: bool
     ) -> bool:
-        """Return whether activations and fully sharded states could fit, however the layers are cut.
+        """Return whether activations, parameters and states, fully sharded, could fit, however the layers are cut.
 
         Place p of K keeps its part a_p of the activations A of min(M, K - p) microbatches with a plain schedule, so the
         fullest one has at least A / H, where H is the sum of 1 / min(M, K - p); with any, at least A / K.
@@ -79,7 +88,8 @@ class Bounds:
             stages, states, kept = sizes.sizes[group[-1]][2], 0.0, 0.0
             for number in group:
                 tp, cp, _ = sizes.sizes[number]
-                states += sum(self.states[number]) / (tp * sizes.dp * cp)
+                parameters, _, optimizer = self.states[number]  # gradients may come when activations have gone
+                states += (parameters + optimizer) / (tp * sizes.dp * cp)
                 kept += float(self._rank_cost(number, sizes.sizes[number], samples, checkpointing[number]).kept.sum())
             shares = sum(1 / min(many, depth) for depth in range(1, stages + 1)) if is_plain else stages
             if max(kept / shares, (kept + states) / stages) > usable:
@@ -87,7 +97,11 @@ class Bounds:
         return True
 
     def lower_bound_microbatches(
-        self, sizes: ParallelSizes, checkpointing: tuple[bool, ...], many: int, is_plain: bool
+        self,
+        sizes: ParallelSizes,
+        checkpointing: tuple[bool, ...],
+        many: int,
+        is_plain: bool,
     ) -> float:
         """Return a bound for a number of microbatches M, and what is checkpointed; `is_plain`: of plain schedules.
 
@@ -109,6 +123,44 @@ class Bounds:
         whole = sum(totals[number] for number in last)
         ahead = max((totals[number] for number in range(len(totals) - 1) if number not in last), default=0.0)
         return max(bound, ahead + whole / (1 - (1 - 1 / many) ** stages))
+
+    def lower_bound_kind(
+        self, sizes: ParallelSizes, checkpointing: tuple[bool, ...], many: int, kind: DataKind
+    ) -> float:
+        """Return a bound for a kind of data parallelism.
+
+        It is the mean over places of their passes, and of what the reduction of their gradients takes longer than the
+        backward pass that may hide it.
+        """
+        samples, bound = self.cost.batch / (sizes.dp * many) / self.cost.samples, 0.0
+        found = [self._rank_cost(n, sizes.sizes[n], samples, again) for n, again in enumerate(checkpointing)]
+        for group, (reduction, gather) in zip(sizes.groups, self._reduce(sizes, kind), strict=True):
+            hidden = sum(sum(found[number].sums[1:]) for number in group)
+            work = many * sum(sum(found[number].sums) for number in group)
+            late = work + max(0.0, reduction - hidden) + gather
+            bound = max(bound, late / sizes.sizes[group[-1]][2])
+        return bound
+
+    def _compute_sums(self, sizes: ParallelSizes, kind: DataKind) -> tuple[tuple[float, float], ...]:
+        """Return, by group of modules, the least seconds of reducing its gradients, and of gathering parameters."""
+        copies = sizes.copies if kind == "hsdp" else 1
+        candidate = build_candidate(sizes, (False,) * len(sizes.names), 1, ("1f1b", 1), "ddp", self._options)
+        links = find_links(candidate.spans, sizes.dp, self.costs.cluster, copies).groups
+        found = []
+        for group in sizes.groups:
+            reduction = gather = 0.0
+            for number in group:
+                (tp, cp, _), own = sizes.sizes[number], links[sizes.names[number]]
+                gradients, ranks = self.states[number][1] / tp, sizes.dp * cp
+                if kind == "ddp":
+                    reduction += all_reduce(gradients, ranks, own.data)
+                    continue
+                reduction += reduce_scatter(gradients, ranks // copies, own.data)
+                if copies > 1 and own.copies is not None:
+                    reduction += all_reduce(gradients * copies / ranks, copies, own.copies)
+                gather += all_gather(gradients, ranks, own.data) if kind == "zero1" else 0.0
+            found.append((reduction, gather))
+        return tuple(found)
 
     def _compute_rank_cost(self, number: int, sizes: tuple[int, int, int], samples: float, again: bool) -> RankCost:
         """Return a module's costs if its ranks were as close together as possible."""

@@ -7,10 +7,10 @@ simulated step is shorter than `PipelineCost.least`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from cornstarch.plan.plan import DataKind, explain_uncompiled
 from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
 from cornstarch.plan.steady_state import count_chunks_after_warmup
+from cornstarch.plan.step_bounds import bound_passes, bound_step
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Device
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 _REACHED_BANDWIDTH = 0.8
 
 
-class StageCost(NamedTuple):
+@dataclass(frozen=True)
+class StageCost:
     """The cost of one stage: consecutive layers of a module, on one place."""
 
     module: str
@@ -141,7 +143,8 @@ def _find_kinds(cost: RunCost) -> tuple[RunCost, dict[str, NDArray[np.int64]]]:
         for name, modules in ways.items():
             own = modules[number]
             short[name].append(replace(own, layers=tuple([own.layers[at] for at in first])))
-    return replace(cost, **{name: tuple(modules) for name, modules in short.items()}), rows
+    kept: dict[str, Any] = {name: tuple(modules) for name, modules in short.items()}
+    return replace(cost, **kept), rows
 
 
 def _are_modules(value: object) -> bool:
@@ -212,7 +215,8 @@ class PipelineCost:
         self.model_copies = candidate.copies(costs.cluster.per_node)
         self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies)
         self.plans = dict(candidate.modules)
-        self.keeps = candidate.is_pipeline and keeps_gathered(candidate.kind, None, is_pipeline=True)
+        is_sharded = candidate.is_pipeline and candidate.kind in GATHERED
+        self.keeps = is_sharded and keeps_gathered(candidate.kind, None, is_pipeline=True)
         self.replicas: dict[str, int] = {}
         """By module, the ranks with the same layers: dp × cp, and more where its tp is less than that of its ranks."""
         self.shardings: dict[str, ModuleSharding] = {}
@@ -366,62 +370,10 @@ class PipelineCost:
 
     @cached_property
     def least_passes(self) -> float:
-        """A lower bound of the time of all passes.
-
-        Before a place starts, a microbatch must reach it; then it does its work for all; then the last microbatch goes
-        on to the end. With zero_bubble, gradients of weights may be delayed to the end, so only the others count before
-        the last microbatch leaves.
-        """
-        return max(work + max(tail, late) for work, tail, late in self._bounds)
+        """A lower bound of the time of all passes."""
+        return bound_passes(self)
 
     @cached_property
     def least(self) -> float:
-        """A lower bound of the time of a step: of all passes, or of those of a place and its gradient reduction."""
-        own = (work + late + end for (work, _, late), end in zip(self._bounds, self.tails, strict=True))
-        return max(self.least_passes, *own)
-
-    @cached_property
-    def _bounds(self) -> list[tuple[float, float, float]]:
-        """By place, bounds of: the end of what others wait for, the time from there to the end, its work after it."""
-        heads, tails = self._lower_bound_paths()
-        many, split = self.candidate.microbatches, self.candidate.schedule == "zero_bubble"
-        found = []
-        for stages in self.places:
-            head = min(heads[stage.module, stage.index] for stage in stages)
-            tail = min(tails[stage.module, stage.index] for stage in stages)
-            work = many * sum(stage.total for stage in stages)
-            needed = many * sum(stage.forward + stage.inputs for stage in stages) if split else work
-            found.append((head + needed, tail, work - needed))
-        return found
-
-    def _lower_bound_paths(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-        """Return, by stage, lower bounds of the time to reach it, and from its end to the end of the step."""
-        split, lag = self.candidate.schedule == "zero_bubble", self.transfers
-        inside = self.candidate.has_encoders_inside
-        heads: dict[tuple[str, int], float] = {}
-        tails: dict[tuple[str, int], float] = {}
-        start = back = 0.0  # at the language model's first stage
-        for name in (*self.encoders, self.last):
-            head, tail = (start, back) if name == self.last else (0.0, 0.0)
-            for stage in self.stages[name]:
-                heads[name, stage.index], tails[name, stage.index] = head, tail
-                away = lag[name, stage.index]
-                head += stage.forward + away
-                tail = away + tail + (stage.inputs if split else stage.backward) if stage.has_backward else 0.0
-            if name != self.last and not inside:
-                start, back = max(start, head), max(back, tail)
-        if inside:  # encoders belong to the first stage
-            for name in self.encoders:
-                heads[name, 0], tails[name, 0] = 0.0, 0.0
-        # A frozen encoder has no backward of its own: its last microbatch still passes through the language model.
-        final = self.stages[self.last][-1]
-        onward = sum(stage.forward + lag[self.last, stage.index] for stage in self.stages[self.last])
-        onward += tails[self.last, final.index] + final.inputs
-        for name in self.encoders:
-            rest = onward
-            for stage in reversed(self.stages[name]):
-                rest += lag[name, stage.index]
-                if not stage.has_backward and not inside:
-                    tails[name, stage.index] = rest
-                rest += stage.forward
-        return heads, tails
+        """A lower bound of the time of a step."""
+        return bound_step(self)

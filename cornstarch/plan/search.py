@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, islice, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import candidates
@@ -35,6 +35,9 @@ MOST_DEVICES = 8192
 _MAX_SIZES = 200  # sizes of each rank mode that `can_fit` considers
 _MAX_NEAREST = 8  # and `find_nearest_misses`
 _PLAIN = ("1f1b", "gpipe")
+_MOST_PASSES, _MOST_MOVED_PASSES = 20_000, 1_000
+"""Microbatches × stages of the largest pipelines for which zero_bubble is tried, and layers are moved in it: its order
+depends on every cost, so all of it is simulated."""
 _VIRTUAL = (2, 3, 4)  # parts of the winner's last module on each place, with interleaving
 
 Refused = dict[tuple[str, bool], tuple[int, Candidate]]
@@ -212,6 +215,17 @@ def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -
     return found
 
 
+class _Microbatches(NamedTuple):
+    sizes: ParallelSizes
+    checkpointing: tuple[bool, ...]
+    """By module."""
+    microbatches: int
+
+
+_Scheduled = tuple[_Microbatches, tuple[str, int]]
+"""With a schedule, and its parts of the last module on each place."""
+
+
 class _BestFirstSearch:
     """An entry of the heap is a bound, a number, and sizes, or sizes with more and more of the other choices.
 
@@ -272,36 +286,43 @@ class _BestFirstSearch:
             if any(self.bounds.fits(entry, kind) for kind in candidates.list_kinds(entry, space)):
                 for many in candidates.list_microbatches(entry, cost, space):
                     for checkpointing in candidates.list_checkpointing(cost, space):
-                        choices = entry, checkpointing, many
+                        choices = _Microbatches(entry, checkpointing, many)
                         bound = self.bounds.lower_bound_microbatches(*choices, is_plain=False)
-                        if bound < limit and self.bounds.fits_activations(*choices, is_plain=False):
+                        if bound < limit and self.bounds.fits_activations(entry, checkpointing, many, is_plain=False):
                             yield bound, choices
-        elif len(entry) == 3:
-            for schedule in candidates.list_schedules(entry[0], entry[2], cost, space):
-                is_plain = schedule[0] in _PLAIN
-                if is_plain and not self.bounds.fits_activations(*entry, is_plain=True):
-                    continue
-                bound = self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
-                if bound < limit and candidates.list_runnable_kinds(*entry[:2], schedule[0], space):
-                    yield max(bound, self._bound_passes((*entry, schedule))), (*entry, schedule)
+        elif isinstance(entry, _Microbatches):
+            yield from self._choose_schedule(entry, limit)
         else:
-            yield from self._complete(entry, limit)
+            yield from self._choose_kind(entry[0], entry[1], limit)
 
-    def _bound_passes(self, entry: Any) -> float:
+    def _choose_schedule(self, entry: _Microbatches, limit: float) -> Iterator[tuple[float, _Scheduled]]:
+        """Yield the entries with each schedule, each with a bound of its passes for the cut of its layers."""
+        sizes, checkpointing, many = entry
+        for schedule in candidates.list_schedules(sizes, many, self.costs.cost, self.space):
+            kinds = candidates.list_runnable_kinds(sizes, checkpointing, schedule[0], self.space)
+            kinds, is_plain = [kind for kind in kinds if self.bounds.fits(sizes, kind)], schedule[0] in _PLAIN
+            if not kinds or (is_plain and not self.bounds.fits_activations(*entry, is_plain=True)):
+                continue
+            bound = self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
+            if bound < limit:
+                yield max(bound, self._bound_passes(entry, schedule)), (entry, schedule)
+
+    def _bound_passes(self, entry: _Microbatches, schedule: tuple[str, int]) -> float:
         """Return a lower bound of the time of all passes, by the cut of the layers; computed once for all searches."""
-        key = (*entry, self.space.tp_sequence, self.space.tp_vocabulary)
+        key = (entry, schedule, self.space.tp_sequence, self.space.tp_vocabulary)
         if key not in self.costs.passes:
             # No kind of data parallelism has faster passes than replicas of everything: nothing is gathered in them.
-            candidate = candidates.build_candidate(*entry, "ddp", self.tp_options)
+            candidate = candidates.build_candidate(*entry, schedule, "ddp", self.tp_options)
             self.costs.passes[key] = PipelineCost(candidate, self.costs).least_passes
         return self.costs.passes[key]
 
-    def _complete(self, entry: Any, limit: float) -> Iterator[tuple[float, Candidate]]:
+    def _choose_kind(
+        self, entry: _Microbatches, schedule: tuple[str, int], limit: float
+    ) -> Iterator[tuple[float, Candidate]]:
         """Yield the candidates with each kind of data parallelism, each with its bound."""
-        sizes, checkpointing, _, (schedule, _) = entry
-        for kind in candidates.list_runnable_kinds(sizes, checkpointing, schedule, self.space):
-            if self.bounds.fits(sizes, kind):
-                candidate = candidates.build_candidate(*entry, kind, self.tp_options)
+        for kind in candidates.list_runnable_kinds(entry.sizes, entry.checkpointing, schedule[0], self.space):
+            if self.bounds.fits(entry.sizes, kind) and self.bounds.lower_bound_kind(*entry, kind) < limit:
+                candidate = candidates.build_candidate(*entry, schedule, kind, self.tp_options)
                 pipeline = PipelineCost(candidate, self.costs)
                 if pipeline.least >= limit:
                     continue
@@ -347,7 +368,8 @@ def _reschedule(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]
     *before, (name, last) = candidate.modules
     again = any(plan.activation_checkpointing for _, plan in candidate.modules)
     several = len(space.schedules) > 1 or "zero_bubble" in space.schedules
-    if several and candidate.is_pipeline and not again and candidate.kind in ("ddp", "zero1"):
+    is_short = candidate.microbatches * last.stages <= _MOST_PASSES
+    if several and candidate.is_pipeline and not again and candidate.kind in ("ddp", "zero1") and is_short:
         modules = (*before, (name, replace(last, virtual_stages=1)))
         yield replace(candidate, modules=modules, schedule="zero_bubble", starts=())
     if "interleaved" in space.schedules and last.stages > 1 and candidate.microbatches % last.stages == 0:
@@ -358,7 +380,9 @@ def _reschedule(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]
 
 def _move_layers(best: Prediction, costs: CostModel) -> Prediction:
     """Return a prediction after moving single layers between stages of the last module while that helps."""
-    name = best.candidate.modules[-1][0]
+    name, last = best.candidate.modules[-1]
+    if best.candidate.schedule == "zero_bubble" and best.candidate.microbatches * last.stages > _MOST_MOVED_PASSES:
+        return best
     while True:
         before, starts = best, best.starts[name]
         ends = (*starts[1:], best.layers[name])
