@@ -25,7 +25,7 @@ from cornstarch.plan.plan import DataKind, explain_uncompiled
 from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
 from cornstarch.plan.steady_state import count_chunks_after_warmup
-from cornstarch.plan.step_bounds import bound_passes, bound_step
+from cornstarch.plan.step_bounds import find_least_passes, find_least_step
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Device
@@ -371,9 +371,9 @@ class PipelineCost:
     @cached_property
     def least_passes(self) -> float:
         """A lower bound of the time of all passes."""
-        return bound_passes(self)
+        return find_least_passes(self)
 
     @cached_property
     def least(self) -> float:
         """A lower bound of the time of a step."""
-        return bound_step(self)
+        return find_least_step(self)

@@ -305,9 +305,9 @@ class _BestFirstSearch:
                 continue
             bound = self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
             if bound < limit:
-                yield max(bound, self._bound_passes(entry, schedule)), (entry, schedule)
+                yield max(bound, self._find_least_passes(entry, schedule)), (entry, schedule)
 
-    def _bound_passes(self, entry: _Microbatches, schedule: tuple[str, int]) -> float:
+    def _find_least_passes(self, entry: _Microbatches, schedule: tuple[str, int]) -> float:
         """Return a lower bound of the time of all passes, by the cut of the layers; computed once for all searches."""
         key = (entry, schedule, self.space.tp_sequence, self.space.tp_vocabulary)
         if key not in self.costs.passes:

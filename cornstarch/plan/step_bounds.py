@@ -8,26 +8,26 @@ if TYPE_CHECKING:
     from cornstarch.plan.pipeline_cost import PipelineCost
 
 
-def bound_passes(pipeline: PipelineCost) -> float:
+def find_least_passes(pipeline: PipelineCost) -> float:
     """Return a lower bound of the time of all passes.
 
     Before a place starts, a microbatch must reach it; then it does its work for all; then the last microbatch goes on
     to the end. With zero_bubble, gradients of weights may be delayed to the end, so only the others count before the
     last microbatch leaves.
     """
-    every = (work + max(tail, late) for work, tail, late in _bound_places(pipeline))
-    return max(_bound_round_trips(pipeline), *every)
+    every = (work + max(tail, late) for work, tail, late in _list_place_bounds(pipeline))
+    return max(_find_round_trips(pipeline), *every)
 
 
-def bound_step(pipeline: PipelineCost) -> float:
+def find_least_step(pipeline: PipelineCost) -> float:
     """Return a lower bound of the time of a step: of all passes, or of those of a place and its reduction."""
-    pairs = zip(_bound_places(pipeline), pipeline.tails, strict=True)
+    pairs = zip(_list_place_bounds(pipeline), pipeline.tails, strict=True)
     return max(pipeline.least_passes, *(work + late + end for (work, _, late), end in pairs))
 
 
-def _bound_places(pipeline: PipelineCost) -> list[tuple[float, float, float]]:
+def _list_place_bounds(pipeline: PipelineCost) -> list[tuple[float, float, float]]:
     """By place, bounds of: the end of what others wait for, the time from there to the end, its work after it."""
-    heads, tails = _bound_paths(pipeline)
+    heads, tails = _find_least_paths(pipeline)
     many, split = pipeline.candidate.microbatches, pipeline.candidate.schedule == "zero_bubble"
     found = []
     for stages in pipeline.places:
@@ -39,14 +39,14 @@ def _bound_places(pipeline: PipelineCost) -> list[tuple[float, float, float]]:
     return found
 
 
-def _bound_round_trips(pipeline: PipelineCost) -> float:
+def _find_round_trips(pipeline: PipelineCost) -> float:
     """Return a lower bound of 1F1B: a stage waits for the gradient of a microbatch before it begins W later ones.
 
     W are in flight at it, so M microbatches take M / W round trips from the stage to the end and back.
     """
     if pipeline.candidate.schedule != "1f1b":
         return 0.0
-    (heads, tails), lag, bound = _bound_paths(pipeline), pipeline.transfers, 0.0
+    (heads, tails), lag, bound = _find_least_paths(pipeline), pipeline.transfers, 0.0
     inside = pipeline.candidate.has_encoders_inside
     beyond = 0.0  # from the output of a stage to the return of its gradient
     for name in (pipeline.last, *(pipeline.encoders if not inside else ())):
@@ -64,7 +64,7 @@ def _bound_round_trips(pipeline: PipelineCost) -> float:
     return bound
 
 
-def _bound_paths(pipeline: PipelineCost) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+def _find_least_paths(pipeline: PipelineCost) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
     """Return, by stage, lower bounds of the time to reach it, and from its end to the end of the step."""
     split, lag = pipeline.candidate.schedule == "zero_bubble", pipeline.transfers
     inside = pipeline.candidate.has_encoders_inside
