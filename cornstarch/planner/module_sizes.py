@@ -38,7 +38,8 @@ def build_module_cost(
             cp = tuple(size for size in _CP_SIZES if size <= max(_FEW, tokens // _LEAST_TOKENS))
     if not _can_shard(part, max(tp), vocabulary=True):  # every rank of tp computes the whole head
         layers = [replace(one, tp_cuts="never") if one.tp_cuts == "vocabulary" else one for one in layers]
-    sequence = _can_shard(part, max(tp), sequence=True)
+    # Encoders keep their activations whole: it is for language models that sharding them is tested.
+    sequence = not isinstance(part, ModalEncoderModule) and _can_shard(part, max(tp), sequence=True)
     return ModuleCost(name, tuple(layers), tp_sizes=tp, cp_sizes=cp, tp_sequence=sequence)
 
 
