@@ -208,10 +208,13 @@ def _find_jump(rows: Sequence[Row], spans: Sequence[int], left: int) -> tuple[in
         many: float = left // span
         for back in range(span):
             for earlier, later in zip(rows[now - span - back][1], rows[now - back][1], strict=True):
-                if (earlier > noise and later < -noise) or (earlier < -noise and later > noise):
-                    many = 0  # another decision
-                elif abs(shrinking := earlier - later) > noise and (later > 0) == (shrinking > 0):
-                    many = min(many, later // shrinking if abs(later) > noise else 0)
+                shrinking = earlier - later
+                if abs(shrinking) <= noise:
+                    continue
+                if abs(later) <= noise or (earlier > noise and later < -noise) or (earlier < -noise and later > noise):
+                    many = 0  # another decision, or the last one like this
+                elif (later > 0) == (shrinking > 0):
+                    many = min(many, later // shrinking)
         if many >= 1:
             return int(many) * span, [int(many) * (c - b) for b, c in zip(middle, times, strict=True)]
     return None
