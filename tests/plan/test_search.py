@@ -83,17 +83,16 @@ def test_search_equals_brute_force_in_every_space(name: str) -> None:
     """Several modules, places of encoders, kinds, schedules and memory limits, tight and loose."""
     draw, space = random.Random(name), SPACES[name]
     fitting = 0
-    for number in range(2):
+    while fitting < (1 if name == "everything" else 2):
         cost, machines = build_long_run(draw)
         costs = CostModel(cost, machines)
         every = (predict(candidate, costs, machines) for candidate in enumerate_candidates(cost, machines, space))
         least = min((one.step for one in every if one.fits), default=None)
         best = search(cost, machines, space, runners_up=0, polish=False).best
-        assert (best is None) == (least is None), number
+        assert (best is None) == (least is None)
         if best is not None and least is not None:
             fitting += 1
-            assert least * (1 - 1e-9) <= best.step <= least / (1 - TOLERANCE) * (1 + 1e-9), number
-    assert fitting
+            assert least * (1 - 1e-9) <= best.step <= least / (1 - TOLERANCE) * (1 + 1e-9)
 
 
 def test_tokens_and_words_are_sharded_wherever_tp_is() -> None:
