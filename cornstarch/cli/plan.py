@@ -206,6 +206,8 @@ def _build_plan_table(page: PlanReport, top: int) -> Table:
     for number, other in enumerate(page.found.runners_up[:top], 2):
         compared = plan_text.compare_with_best(other.prediction, best)
         add_row(str(number), other.prediction, compared, plan_text.extract_reason(other))
+    for other in page.found.relaxed:
+        add_row("–", other.prediction, plan_text.compare_with_best(other.prediction, best), other.reason)
     if own is not None and own.prediction is None:
         text = [*own.plan.describe().splitlines()[1:], f"no prediction: {own.trouble}"]
         table.add_row("config", *[""] * (len(table.columns) - 2), "\n".join(text))

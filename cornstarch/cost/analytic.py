@@ -24,6 +24,7 @@ from cornstarch.cost.segments import ModuleCall
 from cornstarch.cost.tracer import DTYPE_NAMES, Operation, Trace, trace_memory
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.cross_entropy import split_rows
+from cornstarch.kernels.fp8 import MIN_DIM
 from cornstarch.plan.cluster import Device, find_device_or_unknown
 
 
@@ -71,12 +72,15 @@ class DeviceSpeed:
             )
         return cls(device, find_efficiency(device, is_measured))
 
-    def product(self, one: Operation) -> float:
-        """Return the seconds of a product, or of one of its gradients."""
+    def product(self, one: Operation, fp8: float = 0.0) -> float:
+        """Return the seconds of a product, or of one of its gradients; fp8: as in `ComputeSetting`."""
         if not one.flops:
             return 0.0
         busy = one.tiles / (one.tiles + self.efficiency.few_tiles)
-        computing = one.flops / (self.device.flops_of(one.dtype) * self.efficiency.matrices * busy)
+        rate = self.device.flops_of(one.dtype)
+        if fp8 and self.device.flops_of("fp8") > rate:
+            rate = self.device.flops_of("fp8") * fp8
+        computing = one.flops / (rate * self.efficiency.matrices * busy)
         moving = self.move(sum(one.reads.values()) + sum(one.writes.values()))
         return max(computing + self.efficiency.start, moving)
 
@@ -92,6 +96,12 @@ class DeviceSpeed:
         return size / (self.device.bandwidth * self.efficiency.memory) + self.efficiency.start if size else 0.0
 
 
+# Of the layers that multiply in fp8 in a step on an H200 (benchmarks/results/h200_fp8.md), 180 ms in bf16, fp8 saved
+# 30 and 44, scaling included, where the data sheet has twice the rate.
+FP8_REACHES = {"off": 0.0, "rowwise": 0.60, "tensorwise": 0.66}
+"""By scaling, the fraction of fp8's peak that products reach, over the fraction of bf16's."""
+
+
 @dataclass(frozen=True)
 class ComputeSetting:
     """How a part of a run is computed."""
@@ -105,6 +115,9 @@ class ComputeSetting:
     """Tokens of a microbatch that have a label: the head computes no others."""
     budget: float = 1.0
     """The fraction of their activations that compiled layers keep (`loop.activation_budget`)."""
+    fp8: float = 0.0
+    """Large linear layers multiply in fp8: the fraction of its peak that they reach, over that of bf16. 0: they do not.
+    """
 
 
 class AnalyticCost:
@@ -132,7 +145,7 @@ class AnalyticCost:
             self._traces[call.kind] = trace
         is_fused = setting.compiled and call.is_layer
         kernels = list(list_memory_kernels(trace, is_fused))
-        cost = _add_times(trace, kernels, self.speed)
+        cost = _add_times(trace, kernels, self.speed, setting.fp8 if call.is_layer and call.is_trained else 0.0)
         kept, again = _apply_budget(list_kept(trace, is_fused), trace, self.speed, setting.budget if is_fused else 1.0)
         outputs = sum(trace.outputs.values())
         if not call.has_upstream and not call.is_trained:
@@ -158,16 +171,17 @@ class AnalyticCost:
         )
 
 
-def _add_times(trace: Trace, kernels: Sequence[MemoryKernel], speed: DeviceSpeed) -> CallCost:
+def _add_times(trace: Trace, kernels: Sequence[MemoryKernel], speed: DeviceSpeed, fp8: float) -> CallCost:
     forward = inputs = weights = 0.0
     for one in trace.operations:
         if one.is_attention:
             forward += speed.attention(one)
             inputs += speed.attention(one, is_backward=True)
         elif one.flops:
-            forward += speed.product(one)
-            inputs += speed.product(one) * (1 if one.has_weights else 2)
-            weights += speed.product(one) if one.is_trained else 0.0
+            seconds = speed.product(one, fp8 if one.has_weights and one.least_dim >= MIN_DIM else 0.0)
+            forward += seconds
+            inputs += seconds * (1 if one.has_weights else 2)
+            weights += seconds if one.is_trained else 0.0
     for kernel in kernels:
         forward += speed.move(kernel.read + kernel.written)
         if kernel.is_weights:

@@ -84,6 +84,8 @@ class Operation:
     """Whether one of the operands is a weight."""
     is_trained: bool = False
     """Whether one of the operands is a trained weight."""
+    least_dim: int = 0
+    """The smaller dimension of the weight."""
     section: str = ""
     gradients: tuple[tuple[float, bool], ...] = ()
     """FLOPs of each gradient of an operand, and whether that operand is a weight; () if the loss does not need it."""
@@ -270,6 +272,7 @@ class Tracer(TorchDispatchMode):
             max(sum(one.numel() for one in made) / _TILE, 1),
             has_weights=any(one is not None for one in own),
             is_trained=any(own),
+            least_dim=min((min(t.shape[-2:]) for t, w in zip(given, own, strict=True) if w is not None), default=0),
             gradients=tuple((flops, is_weight) for is_weight in needed),
             idle=idle,
         )

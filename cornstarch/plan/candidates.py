@@ -140,8 +140,11 @@ class SearchSpace:
     """Of the last module; so are the next two."""
     least_stages: int = 1
     most_stages: int = MOST_STAGES
-    tp_sequence: bool = False
-    tp_vocabulary: bool = False
+    tp_sequence: bool = True
+    """Whether activations between layers are sharded, too, wherever tp shards a module that can be sharded so: the
+    same bytes are sent, and less is kept."""
+    tp_vocabulary: bool = True
+    """Whether embeddings and head are sharded, too: the head is computed once, not by every rank."""
 
 
 @dataclass(frozen=True)
@@ -270,34 +273,80 @@ def list_kinds(sizes: ParallelSizes, space: SearchSpace) -> list[DataKind]:
     return found[:1] if max(sizes.dp * cp for _, cp, _ in sizes.sizes) == 1 else found
 
 
+def list_tp_options(module: ModuleCost, tp: int, space: SearchSpace) -> tuple[bool, bool]:
+    """Return whether tp shards the activations between layers of a module, too, and its vocabulary."""
+    has_vocabulary = any(layer.tp_cuts == "vocabulary" for layer in module.layers)
+    return space.tp_sequence and tp > 1 and module.tp_sequence, space.tp_vocabulary and tp > 1 and has_vocabulary
+
+
 @lru_cache(maxsize=65536)
-def _build_module_plan(sizes: Sizes, virtual: int, checkpointing: bool, sequence: bool, vocabulary: bool) -> ModulePlan:
+def _build_module_plan(sizes: Sizes, virtual: int, checkpointing: bool, options: tuple[bool, bool]) -> ModulePlan:
     tp, cp, stages = sizes
     return ModulePlan(
         tp=tp, cp=cp, stages=stages, virtual_stages=virtual, activation_checkpointing=checkpointing,
-        tp_sequence=sequence and tp > 1, tp_vocabulary=vocabulary and tp > 1,
+        tp_sequence=options[0], tp_vocabulary=options[1],
     )  # fmt: skip
+
+
+def find_tp_options(cost: RunCost, space: SearchSpace) -> dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]]:
+    """Return by module what `list_tp_options` says without tp, and with it."""
+    return {one.name: (list_tp_options(one, 1, space), list_tp_options(one, 2, space)) for one in cost.modules}
+
+
+def list_schedules(sizes: ParallelSizes, microbatches: int, cost: RunCost, space: SearchSpace) -> list[tuple[str, int]]:
+    """Return the schedules that can run these sizes, each with the parts of the last module on each of its places."""
+    stages = sizes.sizes[-1][2]
+    if len(sizes.groups) == 1 and stages == 1:
+        return [("1f1b", 1)]
+    schedules = [(schedule, 1) for schedule in space.schedules if schedule != "interleaved"]
+    if "interleaved" in space.schedules and stages > 1 and microbatches % stages == 0:
+        most = len(cost.modules[-1].layers) // stages
+        schedules += [("interleaved", virtual) for virtual in space.virtual if virtual <= most]
+    return schedules
+
+
+def build_candidate(
+    sizes: ParallelSizes,
+    checkpointing: tuple[bool, ...],
+    microbatches: int,
+    schedule: tuple[str, int],
+    kind: DataKind,
+    options: Mapping[str, tuple[tuple[bool, bool], tuple[bool, bool]]],
+) -> Candidate:
+    """Return one candidate.
+
+    Args:
+        sizes: The sizes of all modules.
+        checkpointing: By module.
+        microbatches: Of each replica.
+        schedule: With its parts, as in `list_schedules`.
+        kind: Of data parallelism.
+        options: By module, those of `list_tp_options` without tp, and with it.
+    """
+    parts = [1] * (len(sizes.names) - 1) + [schedule[1]]
+    modules = tuple(
+        (name, _build_module_plan(own, many, one, options[name][own[0] > 1]))
+        for name, own, many, one in zip(sizes.names, sizes.sizes, parts, checkpointing, strict=True)
+    )
+    return Candidate(modules, sizes.ranks, kind, schedule[0], sizes.dp, microbatches)
+
+
+def list_runnable_kinds(
+    sizes: ParallelSizes, checkpointing: tuple[bool, ...], schedule: str, space: SearchSpace
+) -> list[DataKind]:
+    """Return the kinds of data parallelism that differ and can run a schedule."""
+    has_tp = any(tp > 1 for tp, _, _ in sizes.sizes)
+    kinds = [kind for kind in list_kinds(sizes, space) if not (has_tp and kind == "fsdp1")]
+    if schedule in SPLIT_BACKWARD:
+        return [kind for kind in kinds if kind in REPLICATED and not any(checkpointing)]
+    return kinds
 
 
 def complete_sizes(
     sizes: ParallelSizes, checkpointing: tuple[bool, ...], microbatches: int, cost: RunCost, space: SearchSpace
 ) -> Iterator[Candidate]:
     """Yield the candidates that differ only in schedule and data parallelism, and can be run."""
-    stages = sizes.sizes[-1][2]
-    schedules = [(schedule, 1) for schedule in space.schedules if schedule != "interleaved"]
-    if "interleaved" in space.schedules and stages > 1 and microbatches % stages == 0:
-        most = len(cost.modules[-1].layers) // stages
-        schedules += [("interleaved", virtual) for virtual in space.virtual if virtual <= most]
-    if len(sizes.groups) == 1 and stages == 1:
-        schedules = [("1f1b", 1)]
-    has_tp = any(tp > 1 for tp, _, _ in sizes.sizes)
-    kinds = [kind for kind in list_kinds(sizes, space) if not (has_tp and kind == "fsdp1")]
-    for schedule, virtual in schedules:
-        parts = [1] * (len(sizes.names) - 1) + [virtual]
-        modules = tuple(
-            (name, _build_module_plan(own, many, one, space.tp_sequence, space.tp_vocabulary))
-            for name, own, many, one in zip(sizes.names, sizes.sizes, parts, checkpointing, strict=True)
-        )
-        for kind in kinds:
-            if schedule not in SPLIT_BACKWARD or (kind in REPLICATED and not any(checkpointing)):
-                yield Candidate(modules, sizes.ranks, kind, schedule, sizes.dp, microbatches)
+    options = find_tp_options(cost, space)
+    for schedule in list_schedules(sizes, microbatches, cost, space):
+        for kind in list_runnable_kinds(sizes, checkpointing, schedule[0], space):
+            yield build_candidate(sizes, checkpointing, microbatches, schedule, kind, options)

@@ -112,6 +112,8 @@ class ModuleCost:
     """Sizes that divide its heads."""
     cp_sizes: tuple[int, ...] = (1,)
     """Sizes over which its sequences, or images, can be split."""
+    tp_sequence: bool = True
+    """Whether activations between its layers can be sharded along tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

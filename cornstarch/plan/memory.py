@@ -197,11 +197,14 @@ def _build_replicated(size: ModelSize, data: DataPlan) -> Memory:
     return replace(whole, buckets=buckets, gradients_stay=views, exchanged=_low_bandwidth_bytes(size, data))
 
 
-def _low_bandwidth_bytes(size: ModelSize, data: DataPlan) -> int:
-    """Return the state of the low-bandwidth kinds: float32 copies of the trained numbers."""
+def count_exchange_copies(data: DataPlan) -> int:
+    """Return the float32 copies of the trained numbers that the low-bandwidth kinds keep."""
     remembers = data.compression.kind != "none" and data.compression.error_feedback
-    copies = {"local_sgd": 1, "diloco": 2 + data.local.overlap, "async": 1}.get(data.kind, 0) + remembers
-    return 4 * copies * sum(parameter.numel for parameter in size.trained)
+    return {"local_sgd": 1, "diloco": 2 + data.local.overlap, "async": 1}.get(data.kind, 0) + remembers
+
+
+def _low_bandwidth_bytes(size: ModelSize, data: DataPlan) -> int:
+    return 4 * count_exchange_copies(data) * sum(parameter.numel for parameter in size.trained)
 
 
 def _build_fsdp2(size: ModelSize, shards: int, index: int) -> Memory:

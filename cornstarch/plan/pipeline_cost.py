@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate
@@ -20,6 +21,7 @@ from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter
 from cornstarch.plan.cost import (
     COPIES_REACH,
     LayerCost,
+    ModuleCost,
     ModuleSharding,
     Numbers,
     RankCost,
@@ -32,6 +34,8 @@ from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memor
 from cornstarch.plan.plan import DataKind, explain_uncompiled
 from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
+from cornstarch.plan.steady_state import count_chunks_after_warmup
+from cornstarch.plan.step_bounds import find_least_passes, find_least_step
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Device
@@ -74,7 +78,19 @@ class CostModel:
     def __init__(self, cost: RunCost, cluster: Cluster) -> None:
         self.cost, self.cluster = cost, cluster
         device = cluster.device
-        self.rank_cost = lru_cache(maxsize=None)(lambda sharding: compute_rank_cost(cost, sharding, device))
+        # Most layers of a module differ in their names alone: the cost of each kind is computed once.
+        short, rows = _find_kinds(cost)
+
+        def build_rank_cost(sharding: ModuleSharding) -> RankCost:
+            one, index = compute_rank_cost(short, sharding, device), rows[sharding.module]
+            columns = {name: value[index] for name, value in vars(one).items() if name != "layers"}
+            return RankCost(tuple([one.layers[row] for row in index]), **columns)
+
+        self.rank_cost = lru_cache(maxsize=None)(build_rank_cost)
+        self.trained = {one.name: np.array([layer.trained for layer in one.layers]) for one in cost.modules}
+        """By module, which layers are trained."""
+        self.passes: dict[tuple[object, ...], float] = {}
+        """By sizes and further choices, the bounds of `PipelineCost.least_passes`."""
         self._memory: dict[tuple[object, ...], Memory] = {}
         self._ends: dict[tuple[object, ...], StepEnd] = {}
 
@@ -111,6 +127,37 @@ class CostModel:
             how = links, device, copies, keeps, self.cost.gathered_itemsize
             self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, *how)
         return self._ends[key]
+
+
+def _find_kinds(cost: RunCost) -> tuple[RunCost, dict[str, NDArray[np.int64]]]:
+    """Return a run with the first layer of each kind of a module, and by module, which kind each of its layers is.
+
+    A kind is everything but the name, in each way that the module can be computed, and whether anything before the
+    layer is trained.
+    """
+    ways = {name: one for name, one in vars(cost).items() if _are_modules(one)}
+    rows: dict[str, NDArray[np.int64]] = {}
+    short: dict[str, list[ModuleCost]] = {name: [] for name in ways}
+    for number, module in enumerate(cost.modules):
+        upstream, known, index, first = cost.has_trained_input(module.name), dict[tuple[object, ...], int](), [], []
+        for at, layer in enumerate(module.layers):
+            same = [vars(modules[number].layers[at]) for modules in ways.values()]
+            key = (upstream, *[value for one in same for name, value in one.items() if name != "name"])
+            if key not in known:
+                known[key] = len(known)
+                first.append(at)
+            index.append(known[key])
+            upstream = upstream or layer.trained
+        rows[module.name] = np.array(index)
+        for name, modules in ways.items():
+            own = modules[number]
+            short[name].append(replace(own, layers=tuple([own.layers[at] for at in first])))
+    kept: dict[str, Any] = {name: tuple(modules) for name, modules in short.items()}
+    return replace(cost, **kept), rows
+
+
+def _are_modules(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(one, ModuleCost) for one in value)
 
 
 def compute_step_end(
@@ -179,7 +226,8 @@ class PipelineCost:
         self.model_copies = candidate.copies(costs.cluster.per_node)
         self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies)
         self.plans = dict(candidate.modules)
-        self.keeps = candidate.is_pipeline and keeps_gathered(candidate.kind, None, is_pipeline=True)
+        is_sharded = candidate.is_pipeline and candidate.kind in GATHERED
+        self.keeps = is_sharded and keeps_gathered(candidate.kind, None, is_pipeline=True)
         self.replicas: dict[str, int] = {}
         """By module, the ranks with the same layers: dp × cp, and more where its tp is less than that of its ranks."""
         self.shardings: dict[str, ModuleSharding] = {}
@@ -209,23 +257,23 @@ class PipelineCost:
     def _build_stages(self, name: str) -> list[StageCost]:
         rank_cost, plan, starts = self.rank_costs[name], self.plans[name], self.starts[name]
         ends = (*starts[1:], len(rank_cost.layers))
+        every = (rank_cost.forward, rank_cost.inputs, rank_cost.weights, rank_cost.kept)
+        columns = [np.add.reduceat(column, starts).tolist() for column in every]
+        columns.append(np.maximum.reduceat(rank_cost.working, starts).tolist())
+        trained = np.logical_or.reduceat(self.costs.trained[name], starts).tolist()
         upstream = self.costs.cost.has_trained_input(name)
         inside = self.candidate.has_encoders_inside
         of_last = 0 if name == self.last or inside else len(self.starts[self.last])
         earlier = takewhile(lambda span: name not in span.modules, self.candidate.spans)
         first_place = sum(span.stages for span in earlier)
         stages = []
-        for index, (first, last) in enumerate(zip(starts, ends, strict=True)):
-            trains = any(layer.trained for layer in rank_cost.layers[first:last])
+        rows = zip(starts, ends, trained, *columns, strict=True)
+        for index, (first, last, trains, *costs) in enumerate(rows):
             upstream = upstream or trains
             after = len(starts) - 1 - index + of_last
             if inside and name != self.last:
                 after = len(self.starts[self.last]) - 1
-            columns = (rank_cost.forward, rank_cost.inputs, rank_cost.weights, rank_cost.kept)
-            forward, inputs, weights, kept = (float(column[first:last].sum()) for column in columns)
-            working = float(rank_cost.working[first:last].max())
             place = first_place + index % plan.stages
-            costs = (forward, inputs, weights, kept, working)
             stages.append(StageCost(name, index, place, first, last, trains, upstream, after, *costs))
         return stages
 
@@ -289,17 +337,21 @@ class PipelineCost:
         """Return the microbatches in flight at a stage: exact for naive, gpipe and 1f1b, else a lower bound."""
         if not stage.has_backward:
             return 0
+        last = self.plans[self.last]
+        if self.candidate.schedule == "interleaved" and last.virtual_stages > 1 and stage.module == self.last:
+            return count_chunks_after_warmup(last.stages, last.virtual_stages, self.candidate.microbatches)[stage.index]
         ahead = {"naive": 1, "gpipe": self.candidate.microbatches, "1f1b": stage.after + 1}
         return min(self.candidate.microbatches, ahead.get(self.candidate.schedule, 1))
 
     def activations(self, place: int, in_flight: dict[tuple[str, int], int] | None = None) -> int:
         """Return the peak bytes of activations at a place; `in_flight`: by module and index."""
-        kept = working = 0.0
-        for stage in self.places[place]:
+        kept, stages = 0.0, self.places[place]
+        for stage in stages:
             many = self.in_flight(stage) if in_flight is None else in_flight[stage.module, stage.index]
             kept += many * stage.kept
-            working = max(working, stage.working)
-        return round(kept + working)
+        # A lower bound of the memory at one moment has the least of what a stage may need beside.
+        is_bound = in_flight is None and self.candidate.schedule == "interleaved"
+        return round(kept + (min if is_bound else max)(stage.working for stage in stages))
 
     def single_pass_peak(self, place: int) -> int:
         """Return the peak of activations and gradients while the only microbatch of a step passes, layer by layer.
@@ -335,52 +387,11 @@ class PipelineCost:
         return max(map(self.peak, range(len(self.places))))
 
     @cached_property
+    def least_passes(self) -> float:
+        """A lower bound of the time of all passes."""
+        return find_least_passes(self)
+
+    @cached_property
     def least(self) -> float:
-        """A lower bound of the time of a step.
-
-        Before a place starts, a microbatch must reach it; then it does its work for all; then the last microbatch goes
-        on to the end, or the place reduces its gradients. With zero_bubble, gradients of weights may be delayed to the
-        end, so only the others count before the last microbatch leaves.
-        """
-        heads, tails = self._lower_bound_paths()
-        many, split = self.candidate.microbatches, self.candidate.schedule == "zero_bubble"
-        bounds = []
-        for place, stages in enumerate(self.places):
-            head = min(heads[stage.module, stage.index] for stage in stages)
-            tail = min(tails[stage.module, stage.index] for stage in stages)
-            work = many * sum(stage.total for stage in stages)
-            needed = many * sum(stage.forward + stage.inputs for stage in stages) if split else work
-            bounds += [head + needed + tail, head + work + self.tails[place]]
-        return max(bounds)
-
-    def _lower_bound_paths(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-        """Return, by stage, lower bounds of the time to reach it, and from its end to the end of the step."""
-        split, lag = self.candidate.schedule == "zero_bubble", self.transfers
-        inside = self.candidate.has_encoders_inside
-        heads: dict[tuple[str, int], float] = {}
-        tails: dict[tuple[str, int], float] = {}
-        start = back = 0.0  # at the language model's first stage
-        for name in (*self.encoders, self.last):
-            head, tail = (start, back) if name == self.last else (0.0, 0.0)
-            for stage in self.stages[name]:
-                heads[name, stage.index], tails[name, stage.index] = head, tail
-                away = lag[name, stage.index]
-                head += stage.forward + away
-                tail = away + tail + (stage.inputs if split else stage.backward) if stage.has_backward else 0.0
-            if name != self.last and not inside:
-                start, back = max(start, head), max(back, tail)
-        if inside:  # encoders belong to the first stage
-            for name in self.encoders:
-                heads[name, 0], tails[name, 0] = 0.0, 0.0
-        # A frozen encoder has no backward of its own: its last microbatch still passes through the language model.
-        final = self.stages[self.last][-1]
-        onward = sum(stage.forward + lag[self.last, stage.index] for stage in self.stages[self.last])
-        onward += tails[self.last, final.index] + final.inputs
-        for name in self.encoders:
-            rest = onward
-            for stage in reversed(self.stages[name]):
-                rest += lag[name, stage.index]
-                if not stage.has_backward and not inside:
-                    tails[name, stage.index] = rest
-                rest += stage.forward
-        return heads, tails
+        """A lower bound of the time of a step."""
+        return find_least_step(self)

@@ -22,10 +22,9 @@ from cornstarch.plan.cost import RunCost
 from cornstarch.plan.memory import Memory
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.rank_order import find_links
-from cornstarch.plan.simulate import Timeline, simulate
+from cornstarch.plan.simulate import Timeline
 from cornstarch.plan.stage_graph import stage_graph
-from cornstarch.schedule.actions import Kind
-from cornstarch.schedule.policies import make_schedule
+from cornstarch.plan.steady_state import PipelineRun
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -88,8 +87,13 @@ class Prediction:
     """By module, the first layer of each part."""
     layers: Mapping[str, int]
     """By module, the number of its layers."""
-    timeline: Timeline
-    """A step of one replica."""
+    run: PipelineRun
+    """A step of one replica, as it is simulated."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """When every action of this step starts and ends."""
+        return self.run.timeline
 
     @property
     def peak(self) -> int:
@@ -130,18 +134,22 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
     avoids recomputation where many candidates are predicted.
     """
     costs = cost if isinstance(cost, CostModel) else CostModel(cost, cluster)
-    pipeline = PipelineCost(candidate, costs)
+    return predict_pipeline(PipelineCost(candidate, costs))
+
+
+def predict_pipeline(pipeline: PipelineCost) -> Prediction:
+    """Return the time and memory of a step of a candidate whose costs are known, as `predict` does."""
+    candidate, costs = pipeline.candidate, pipeline.costs
     trains = {name: [stage.trains for stage in stages] for name, stages in pipeline.stages.items()}
     times = {name: [(s.forward, s.inputs, s.weights) for s in stages] for name, stages in pipeline.stages.items()}
     graph = stage_graph(candidate.plan, trains, times)
     senders = {edge: graph.nodes[edge[0]] for edge in graph.edges}
     transfers = {edge: pipeline.transfers[node.module, node.index] for edge, node in senders.items()}
-    schedule = make_schedule(graph, candidate.microbatches, candidate.schedule)
-    timeline = simulate(schedule, transfers, pipeline.ends)
-    breakdown = _break_down(pipeline, timeline.step)
-    late = (costs.cost.straggler_factor(candidate.dp) - 1) * (timeline.step - breakdown.data - breakdown.optimizer)
-    slow = (costs.cluster.device.find_slowest(candidate.world) - 1) * (timeline.step + late)
-    breakdown, step = replace(breakdown, uneven=late, slowest=slow), timeline.step + late + slow
+    run = PipelineRun(graph, candidate.microbatches, candidate.schedule, transfers, pipeline.ends)
+    breakdown = _break_down(pipeline, run.step)
+    late = (costs.cost.straggler_factor(candidate.dp) - 1) * (run.step - breakdown.data - breakdown.optimizer)
+    slow = (costs.cluster.device.find_slowest(candidate.world) - 1) * (run.step + late)
+    breakdown, step = replace(breakdown, uneven=late, slowest=slow), run.step + late + slow
     samples = costs.cost.batch / step if step else float("inf")
     try:
         peak = costs.cluster.device.flops_of(costs.cost.precision)
@@ -153,41 +161,38 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
         samples_per_second=samples,
         tokens_per_second=samples * costs.cost.tokens,
         mfu=samples * costs.cost.flops / (peak * costs.cluster.devices) if peak and costs.cost.flops else None,
-        memory=_list_memory(pipeline, timeline),
+        memory=_list_memory(pipeline, run),
         limit=costs.cluster.device.usable,
         breakdown=breakdown,
         starts=pipeline.starts,
         layers={name: len(one.layers) for name, one in pipeline.rank_costs.items()},
-        timeline=timeline,
+        run=run,
     )
 
 
-def _list_memory(pipeline: PipelineCost, timeline: Timeline) -> tuple[PlaceMemory, ...]:
-    nodes = timeline.schedule.graph.nodes
-    in_flight = {(node.module, node.index): many for node, many in zip(nodes, timeline.in_flight, strict=True)}
+def _list_memory(pipeline: PipelineCost, run: PipelineRun) -> tuple[PlaceMemory, ...]:
+    nodes = run.graph.nodes
+    in_flight = {(node.module, node.index): many for node, many in zip(nodes, run.in_flight, strict=True)}
     if pipeline.candidate.has_encoders_inside:
         in_flight |= {(name, 0): in_flight[pipeline.last, 0] for name in pipeline.encoders}
     found = []
     for place, stages in enumerate(pipeline.places):
         states, activations = pipeline.memory(place), pipeline.activations(place, in_flight)
         if len(stages) > 1 and not pipeline.candidate.has_encoders_inside:
-            activations = min(activations, _find_fullest_moment(pipeline, timeline, place))
+            activations = min(activations, _find_fullest_moment(pipeline, run, place))
         words = " + ".join(f"{stage.module} {stage.index}" for stage in stages)
         found.append(PlaceMemory(place, words, states, activations, pipeline.peak(place, in_flight, activations)))
     return tuple(found)
 
 
-def _find_fullest_moment(pipeline: PipelineCost, timeline: Timeline, place: int) -> int:
+def _find_fullest_moment(pipeline: PipelineCost, run: PipelineRun, place: int) -> int:
     """Return the most bytes of activations at once on a place with several stages, which are not full together."""
-    graph = timeline.schedule.graph
-    size = most = 0.0
-    for event in timeline.events[place]:
-        node, backward = graph.nodes[event.stage], graph.backward(event.stage)
-        stage = pipeline.stages[node.module][node.index]
-        size += stage.kept if event.kind is Kind.F and backward != "none" else 0.0
+    nodes, size, most = run.graph.nodes, 0.0, 0.0
+    for number, is_forward in run.list_passes(place):
+        stage = pipeline.stages[nodes[number].module][nodes[number].index]  # `kept` is 0 where nothing goes back
+        size += stage.kept if is_forward else 0.0
         most = max(most, size + stage.working)
-        is_done = event.kind in (Kind.B, Kind.W) or (event.kind is Kind.I and backward == "input")
-        size -= stage.kept if is_done else 0.0
+        size -= 0.0 if is_forward else stage.kept
     return round(most)
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count, islice, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import candidates
+from cornstarch.plan.bounds import Bounds
 from cornstarch.plan.candidates import Candidate, ParallelSizes, SearchSpace
-from cornstarch.plan.cost import ModuleSharding, RankCost, RunCost
+from cornstarch.plan.cost import RunCost
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.plan import DataKind, Plan
 from cornstarch.plan.predict import Prediction, explain_slower, predict
-from cornstarch.plan.rank_order import GroupLinks
+from cornstarch.plan.relaxed_sync import compare_relaxed, is_slow, restrict_to_replicas
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -34,6 +34,10 @@ _MAX_REFINED, _NEAR = 3, 0.05  # how many of the best are refined, and how much 
 MOST_DEVICES = 8192
 _MAX_SIZES = 200  # sizes of each rank mode that `can_fit` considers
 _MAX_NEAREST = 8  # and `find_nearest_misses`
+_PLAIN = ("1f1b", "gpipe")
+_MOST_PASSES, _MOST_MOVED_PASSES = 20_000, 1_000
+"""Microbatches × stages of the largest pipelines for which zero_bubble is tried, and layers are moved in it: its order
+depends on every cost, so all of it is simulated."""
 _VIRTUAL = (2, 3, 4)  # parts of the winner's last module on each place, with interleaving
 
 Refused = dict[tuple[str, bool], tuple[int, Candidate]]
@@ -86,6 +90,8 @@ class SearchResult:
     """Where nothing fits: the smallest cluster of the same devices on which something does."""
     tried: int
     """The number of simulated candidates."""
+    relaxed: tuple[RunnerUp, ...] = ()
+    """Between nodes that are far apart: faster plans that change the training, which is why they are not chosen."""
 
     @property
     def message(self) -> str:
@@ -122,98 +128,19 @@ def search(
     for one in sorted(others, key=lambda one: one.step):
         kept.setdefault(_kind_of(one), one)
     losers = [RunnerUp(one, explain_slower(one, best, cluster)) for one in [*kept.values()][1 : runners_up + 1]]
-    return SearchResult(best, tuple(losers), refused, None, best_first.tried)
+    relaxed = tuple(_list_relaxed(best, costs, space)) if runners_up and is_slow(cluster) else ()
+    return SearchResult(best, tuple(losers), refused, None, best_first.tried, relaxed)
+
+
+def _list_relaxed(best: Prediction, costs: CostModel, space: SearchSpace) -> Iterator[RunnerUp]:
+    cost, only = restrict_to_replicas(costs.cost, space)
+    base = _BestFirstSearch(CostModel(cost, costs.cluster), only, _ROUGH_TOLERANCE).run()
+    if base is not None:
+        yield from (RunnerUp(*one) for one in compare_relaxed(base, best, cost, costs.cluster))
 
 
 def _explain_refusal(candidate: Candidate, peak: int, usable: int) -> str:
     return f"{candidate.describe()}: needs {peak / 2**30:.1f} GiB on a rank, and {usable / 2**30:.1f} are usable"
-
-
-class Bounds:
-    """Lower bounds for the candidates of one run on one cluster."""
-
-    def __init__(self, costs: CostModel, space: SearchSpace) -> None:
-        self.costs, self.space, self.cost = costs, space, costs.cost
-        self._rank_cost = lru_cache(maxsize=None)(self._compute_rank_cost)
-        whole = self.cost.batch / self.cost.samples
-        self.work = {
-            (module.name, tp, cp): sum(self._rank_cost(number, (tp, cp, 1), whole, False).sums)
-            for number, module in enumerate(self.cost.modules)
-            for tp in module.tp_sizes
-            for cp in module.cp_sizes
-            if tp * cp <= costs.cluster.devices
-        }
-        """By module, tp and cp, the seconds of all samples of a step on one stage, in one microbatch."""
-        self.states = [
-            (
-                float(sum(layer.parameter_bytes for layer in module.layers)),
-                sum(layer.gradient_bytes for layer in module.layers),
-                float(self.cost.state_bytes * sum(layer.num_trainable for layer in module.layers)),
-            )
-            for module in self.cost.modules
-        ]
-        """By module, the bytes of its parameters, gradients and optimizer states."""
-
-    def lower_bound_sizes(self, sizes: ParallelSizes) -> float:
-        """Return the time of a step if the ranks of each module were always busy."""
-        times = []
-        for group in sizes.groups:
-            whole = sum(self.work[sizes.names[n], *sizes.sizes[n][:2]] for n in group)
-            times.append(whole / (sizes.sizes[group[-1]][2] * sizes.dp))
-        return max(times)
-
-    def fits(self, sizes: ParallelSizes, kind: DataKind) -> bool:
-        """Return whether parameters, gradients and states could fit if they were even over the stages."""
-        usable = self.costs.cluster.device.usable
-        for group in sizes.groups:
-            total = 0.0
-            for number in group:
-                tp, cp, _ = sizes.sizes[number]
-                parameters, gradients, states = self.states[number]
-                shards = sizes.dp * cp / (sizes.copies if kind == "hsdp" else 1)
-                if kind == "zero1":
-                    states /= shards
-                elif kind != "ddp":
-                    parameters, gradients, states = parameters / shards, gradients / shards, states / shards
-                total += (parameters + gradients + states) / tp
-            if total / sizes.sizes[group[-1]][2] > usable:
-                return False
-        return True
-
-    def lower_bound_microbatches(self, sizes: ParallelSizes, checkpointing: tuple[bool, ...], many: int) -> float:
-        """Return a bound for a number of microbatches M, and what is checkpointed.
-
-        A stage s of K cannot finish before one microbatch has passed the stages before it, forward and backward, and it
-        has done its own work w for all: P + M w. However the work T is cut, the largest of these is at least
-        T / (1 - (1 - 1/M)^K). Interleaved and zero-bubble schedules fill gaps, so for them only M T / K is certain.
-        """
-        samples = self.cost.batch / (sizes.dp * many) / self.cost.samples
-        found = [self._rank_cost(n, sizes.sizes[n], samples, again) for n, again in enumerate(checkpointing)]
-        totals = [sum(one.sums) for one in found]
-        bound = 0.0
-        for group in sizes.groups:
-            stages = sizes.sizes[group[-1]][2]
-            slowest_layer = max(float(found[number].total.max()) for number in group)
-            bound = max(bound, many * max(sum(totals[number] for number in group) / stages, slowest_layer))
-        stages = sizes.sizes[-1][2]
-        interleaves = stages > 1 and many % stages == 0
-        only_plain = "zero_bubble" not in self.space.schedules and not interleaves
-        if not set(self.space.schedules) <= {"1f1b", "gpipe", "naive"} and not only_plain:
-            return bound
-        last = sizes.groups[-1]
-        whole = sum(totals[number] for number in last)
-        ahead = max((totals[number] for number in range(len(totals) - 1) if number not in last), default=0.0)
-        return max(bound, ahead + whole / (1 - (1 - 1 / many) ** stages))
-
-    def _compute_rank_cost(self, number: int, sizes: tuple[int, int, int], samples: float, again: bool) -> RankCost:
-        """Return a module's costs if its ranks were as close together as possible."""
-        tp, cp, _ = sizes
-        cluster = self.costs.cluster
-        links = GroupLinks(cluster.link(range(tp)), cluster.link(range(tp * cp)), cluster.inside)
-        flags = (again, self.space.tp_sequence and tp > 1, self.space.tp_vocabulary and tp > 1)
-        name = self.cost.modules[number].name  # of both ways to compute its layers the faster
-        ways = (ModuleSharding(name, tp, cp, samples, links, *flags, gathered=one) for one in (False, True))
-        return min(map(self.costs.rank_cost, ways), key=lambda one: sum(one.sums))
 
 
 def can_fit(costs: CostModel, space: SearchSpace) -> bool:
@@ -288,12 +215,27 @@ def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -
     return found
 
 
+class _Microbatches(NamedTuple):
+    sizes: ParallelSizes
+    checkpointing: tuple[bool, ...]
+    """By module."""
+    microbatches: int
+
+
+_Scheduled = tuple[_Microbatches, tuple[str, int]]
+"""With a schedule, and its parts of the last module on each place."""
+
+
 class _BestFirstSearch:
-    """An entry of the heap is a bound, a number, and sizes, sizes with microbatches, or the cost of a candidate."""
+    """An entry of the heap is a bound, a number, and sizes, or sizes with more and more of the other choices.
+
+    The order of the choices: microbatches and checkpointing, the schedule, the kind of data parallelism.
+    """
 
     def __init__(self, costs: CostModel, space: SearchSpace, tolerance: float = TOLERANCE) -> None:
         self.costs, self.space, self.tolerance = costs, space, tolerance
         self.bounds = Bounds(costs, space)
+        self.tp_options = candidates.find_tp_options(costs.cost, space)
         self.numbers = count()  # ties of bounds must not compare entries
         self.seen: list[Prediction] = []
         self.refused: Refused = {}
@@ -319,15 +261,15 @@ class _BestFirstSearch:
             bound, _, entry = heappop(heap)
             if bound >= limit:
                 break
-            if isinstance(entry, PipelineCost):
+            if isinstance(entry, Candidate):
                 self.tried += 1
-                one = predict(entry.candidate, self.costs, self.costs.cluster)
+                one = predict(entry, self.costs, self.costs.cluster)
                 if one.fits:
                     self.seen.append(one)
                     best = one if best is None or one.step < best.step else best
                     limit = self._limit(best)
                 else:
-                    _keep_smallest(self.refused, one.peak, entry.candidate)
+                    _keep_smallest(self.refused, one.peak, entry)
                 continue
             for below, inner in self._expand(entry, limit):
                 if max(bound, below) < limit:
@@ -338,23 +280,63 @@ class _BestFirstSearch:
         return float("inf") if best is None else best.step * (1 - self.tolerance)
 
     def _expand(self, entry: Any, limit: float) -> Iterator[tuple[float, Any]]:
-        """Yield the entries below sizes, or below sizes with microbatches, each with its bound."""
+        """Yield the entries with one choice more, each with its bound."""
         cost, space = self.costs.cost, self.space
         if isinstance(entry, ParallelSizes):
             if any(self.bounds.fits(entry, kind) for kind in candidates.list_kinds(entry, space)):
                 for many in candidates.list_microbatches(entry, cost, space):
                     for checkpointing in candidates.list_checkpointing(cost, space):
-                        bound = self.bounds.lower_bound_microbatches(entry, checkpointing, many)
-                        yield bound, (entry, checkpointing, many)
-            return
+                        choices = _Microbatches(entry, checkpointing, many)
+                        bound = self.bounds.lower_bound_microbatches(*choices, is_plain=False)
+                        if bound < limit and self.bounds.fits_activations(entry, checkpointing, many, is_plain=False):
+                            yield bound, choices
+        elif isinstance(entry, _Microbatches):
+            yield from self._choose_schedule(entry, limit)
+        else:
+            yield from self._choose_kind(entry[0], entry[1], limit)
+
+    def _choose_schedule(self, entry: _Microbatches, limit: float) -> Iterator[tuple[float, _Scheduled]]:
+        """Yield the entries with each schedule, each with a bound of its passes for the cut of its layers."""
         sizes, checkpointing, many = entry
-        for candidate in candidates.complete_sizes(sizes, checkpointing, many, cost, space):
-            if self.bounds.fits(sizes, candidate.kind):
+        for schedule in candidates.list_schedules(sizes, many, self.costs.cost, self.space):
+            kinds = candidates.list_runnable_kinds(sizes, checkpointing, schedule[0], self.space)
+            kinds, is_plain = [kind for kind in kinds if self.bounds.fits(sizes, kind)], schedule[0] in _PLAIN
+            if not kinds or (is_plain and not self.bounds.fits_activations(*entry, is_plain=True)):
+                continue
+            bound = self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
+            if bound < limit:
+                yield max(bound, self._find_least_passes(entry, schedule)), (entry, schedule)
+
+    def _find_least_passes(self, entry: _Microbatches, schedule: tuple[str, int]) -> float:
+        """Return a lower bound of the time of all passes, by the cut of the layers; computed once for all searches."""
+        key = (entry, schedule, self.space.tp_sequence, self.space.tp_vocabulary, self.space.kinds)
+        if key not in self.costs.passes:
+            # No kind of data parallelism has faster passes than replicas of everything: nothing is gathered in them.
+            least = self._find_passes_of(entry, schedule, "ddp")
+            if self.costs.cost.gathered and not set(self.space.kinds) <= {"ddp", "zero1"}:
+                # Sharded kinds compute layers in another way, which may be faster; a pipeline can keep all gathered.
+                is_pipeline = max(stages for _, _, stages in entry.sizes.sizes) > 1 or len(entry.sizes.groups) > 1
+                least = min(least, self._find_passes_of(entry, schedule, "zero2")) if is_pipeline else 0.0
+            self.costs.passes[key] = least
+        return self.costs.passes[key]
+
+    def _find_passes_of(self, entry: _Microbatches, schedule: tuple[str, int], kind: DataKind) -> float:
+        candidate = candidates.build_candidate(*entry, schedule, kind, self.tp_options)
+        return PipelineCost(candidate, self.costs).least_passes
+
+    def _choose_kind(
+        self, entry: _Microbatches, schedule: tuple[str, int], limit: float
+    ) -> Iterator[tuple[float, Candidate]]:
+        """Yield the candidates with each kind of data parallelism, each with its bound."""
+        for kind in candidates.list_runnable_kinds(entry.sizes, entry.checkpointing, schedule[0], self.space):
+            if self.bounds.fits(entry.sizes, kind) and self.bounds.lower_bound_kind(*entry, kind) < limit:
+                candidate = candidates.build_candidate(*entry, schedule, kind, self.tp_options)
                 pipeline = PipelineCost(candidate, self.costs)
-                if pipeline.least >= limit:
+                least = pipeline.least * self.costs.cluster.device.find_slowest(candidate.world)
+                if least >= limit:
                     continue
                 if pipeline.least_peak <= self.costs.cluster.device.usable:
-                    yield pipeline.least, pipeline
+                    yield least, candidate
                 else:
                     _keep_smallest(self.refused, pipeline.least_peak, candidate)
 
@@ -395,7 +377,8 @@ def _reschedule(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]
     *before, (name, last) = candidate.modules
     again = any(plan.activation_checkpointing for _, plan in candidate.modules)
     several = len(space.schedules) > 1 or "zero_bubble" in space.schedules
-    if several and candidate.is_pipeline and not again and candidate.kind in ("ddp", "zero1"):
+    is_short = candidate.microbatches * last.stages <= _MOST_PASSES
+    if several and candidate.is_pipeline and not again and candidate.kind in ("ddp", "zero1") and is_short:
         modules = (*before, (name, replace(last, virtual_stages=1)))
         yield replace(candidate, modules=modules, schedule="zero_bubble", starts=())
     if "interleaved" in space.schedules and last.stages > 1 and candidate.microbatches % last.stages == 0:
@@ -406,7 +389,9 @@ def _reschedule(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]
 
 def _move_layers(best: Prediction, costs: CostModel) -> Prediction:
     """Return a prediction after moving single layers between stages of the last module while that helps."""
-    name = best.candidate.modules[-1][0]
+    name, last = best.candidate.modules[-1]
+    if best.candidate.schedule == "zero_bubble" and best.candidate.microbatches * last.stages > _MOST_MOVED_PASSES:
+        return best
     while True:
         before, starts = best, best.starts[name]
         ends = (*starts[1:], best.layers[name])

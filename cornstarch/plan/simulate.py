@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cornstarch.schedule.actions import COMPUTE, Kind, Schedule, TransferTimes, compute_times, makespan
+from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import count_in_flight, pause_garbage_collection
 
 MOST_COLUMNS = 400
@@ -111,7 +112,7 @@ class Timeline:
         """By place, its work other than passes; the reduction overlaps with the last backward pass."""
         ends = self.ends or [StepEnd()] * len(self.events)
         return tuple(
-            tuple(end.other_work(own[-1].end if own else 0.0, last_backward(self.schedule, place)))
+            tuple(end.other_work(own[-1].end if own else 0.0, last_backward(self.schedule.graph, place)))
             for place, (own, end) in enumerate(zip(self.events, ends, strict=True))
         )
 
@@ -132,9 +133,8 @@ class Timeline:
         return tuple(count_in_flight(self.schedule))
 
 
-def last_backward(schedule: Schedule, place: int) -> float:
+def last_backward(graph: StageGraph, place: int) -> float:
     """Return the time of one microbatch's backward pass at a place."""
-    graph = schedule.graph
     nodes = [graph.nodes[stage] for stage in graph.at(place) if graph.wants_gradient(stage)]
     return sum(node.backward_input + node.backward_weight for node in nodes)
 
@@ -160,7 +160,7 @@ def simulate(schedule: Schedule, transfer: TransferTimes = 0, ends: Sequence[Ste
     if not ends:
         return Timeline(schedule, events, makespan(spans))
     done = [
-        (own[-1].end if own else 0.0) + end.tail(last_backward(schedule, place))
+        (own[-1].end if own else 0.0) + end.tail(last_backward(schedule.graph, place))
         for place, (own, end) in enumerate(zip(events, ends, strict=True))
     ]
     return Timeline(schedule, events, max(done), tuple(ends))

@@ -8,6 +8,7 @@ So do those of encoders that are on the same ranks as the language model.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -118,13 +119,51 @@ def best_cut(times: Times, stages: int, before: float = 0.0) -> tuple[int, ...]:
     if stages == 1:
         return (0,)
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(times, dtype=np.float64))])
-    runs = sums[None, :] - sums[:, None]  # runs[start, end]
-    runs[np.tril_indices(count + 1)] = np.inf
-    first = runs[0] + before
-    limit = _minimize(runs, first, stages, np.maximum)[0] * (1 + 1e-9)
-    # Among all cuts within the limit, take the one with the least sum of squares.
-    squares = np.where(runs <= limit, runs, np.inf) ** 2
-    return _minimize(squares, np.where(first <= limit, first, np.inf) ** 2, stages, np.add)[1]
+    limit = _find_slowest(sums, stages, before) * (1 + 1e-9)
+    # Among all cuts within the limit, take the one with the least sum of squares: squares[end, back] is that of the
+    # stage of `window - back` layers before `end`. No stage within the limit has more layers than `window`.
+    window = max(1, int((np.searchsorted(sums, sums[:-1] + limit, "right") - np.arange(count)).max()) - 1)
+    window = min(window + 1, count)
+    starts = np.arange(count + 1)[:, None] - window + np.arange(window)[None, :]
+    runs = sums[:, None] - sums[np.maximum(starts, 0)]
+    squares = np.where((starts > 0) & (runs <= limit), runs, np.inf) ** 2
+    first = sums + before
+    first[0] = np.inf
+    best = np.where(first <= limit, first, np.inf) ** 2
+    choices, rows, valid = [], np.arange(count + 1), np.maximum(starts, 0)
+    for _ in range(stages - 1):
+        costs = best[valid] + squares
+        chosen = costs.argmin(axis=1)
+        choices.append(starts[rows, chosen])
+        best = costs[rows, chosen]
+    end, found = count, []
+    for choice in reversed(choices):
+        end = int(choice[end])
+        found.append(end)
+    return (0, *reversed(found))
+
+
+def _find_slowest(sums: NDArray[np.float64], stages: int, before: float) -> float:
+    """Return the time of the slowest stage of the cut in which it is fastest; `sums`: of the layers before each.
+
+    A limit is feasible if filling one stage after the other needs no more stages than there are. The least limit above
+    an infeasible one with which any stage takes a layer more is tried next.
+    """
+    ends, count = sums.tolist(), len(sums) - 1
+    limit = max(ends[1] + before, float(np.diff(sums).max()), (ends[-1] + before) / stages)
+    while True:
+        start, taken, higher = 0, -before, float("inf")
+        for used in range(1, stages + 1):
+            end = min(bisect_right(ends, taken + limit * (1 + 1e-12)) - 1, count - (stages - used))
+            end = max(end, start + 1)
+            if end == count:
+                return limit
+            if end < count - (stages - used):
+                higher = min(higher, ends[end + 1] - taken)
+            start, taken = end, ends[end]
+        if higher == float("inf"):  # the last stage has the rest, which the layers left to the others make too long
+            higher = ends[count] - ends[start]
+        limit = higher
 
 
 def best_parts(times: Times, stages: int, virtual: int, before: float = 0.0) -> tuple[int, ...]:
@@ -153,21 +192,3 @@ def best_parts(times: Times, stages: int, virtual: int, before: float = 0.0) -> 
         return float(parts.reshape(-1, stages).sum(axis=0).max())
 
     return in_turn if slowest_stage(in_turn) < slowest_stage(plain) * (1 - 1e-9) else plain
-
-
-def _minimize(
-    runs: NDArray[np.float64], first: NDArray[np.float64], stages: int, combine: np.ufunc
-) -> tuple[float, tuple[int, ...]]:
-    """Return the least cost of a cut, and its first layers, by dynamic programming over the end of each stage."""
-    best = first  # best[end]: the least cost of the first `end` layers in the stages so far
-    choices = []
-    for _ in range(stages - 1):
-        costs = combine(best[:, None], runs)
-        starts = costs.argmin(axis=0)
-        choices.append(starts)
-        best = costs[starts, np.arange(len(starts))]
-    end, found = len(first) - 1, []
-    for starts in reversed(choices):
-        end = int(starts[end])
-        found.append(end)
-    return float(best[-1]), (0, *reversed(found))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from cornstarch.config import OptimizerConfig, Precision, RunConfig
-from cornstarch.cost.analytic import AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
+from cornstarch.cost.analytic import FP8_REACHES, AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
 from cornstarch.cost.profiled import PASSES, ProfiledCost
 from cornstarch.cost.segments import ModelSegment, find_segments
 from cornstarch.engine.acceleration import compiles
@@ -24,21 +23,19 @@ from cornstarch.errors import ConfigError
 from cornstarch.kernels.master_weights import has_master
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.batch import check_tokens
 from cornstarch.parallel.device import DTYPES, DevicePlacement, choose_placement
-from cornstarch.parallel.tensor.regions import plan_regions
 from cornstarch.plan import cluster
 from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.plan.data_statistics import DataStatistics, load_yaml, write_text
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
 from cornstarch.planner.gathered_weights import gathers_halves, halve_weights, keep_sizes
+from cornstarch.planner.module_sizes import build_module_cost
 from cornstarch.tasks.build import build_calls, build_meta_model
 
 _MEASURED_ON = "measured_on"
 _TUPLES = ("feeds", "tp_sizes", "cp_sizes")
 _MODULES = ("modules", "eager", "gathered", "gathered_eager")
-_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,7 @@ def run_cost(
         optimizer=config.optimizer,
         is_measured=is_measured,
         budget=config.loop.activation_fraction,
+        fp8=config.fp8,
     )
     return cost if facts is None else replace(cost, straggler=tuple(sorted(facts.straggler.items())))
 
@@ -131,6 +129,7 @@ def model_cost(
     optimizer: OptimizerConfig | None = None,
     is_measured: bool = False,
     budget: float = 1.0,
+    fp8: str = "off",
 ) -> RunCost:
     """Return the cost of the layers of a model on a device.
 
@@ -138,12 +137,15 @@ def model_cost(
     `compiled`: whether layers are compiled; default: on GPUs. `batch`: samples of a step; default: those of the
     microbatch. `optimizer`: has states for trained parameters; default: AdamW. `is_measured`: as in `run_cost`.
     `budget`: the fraction of their activations that compiled layers keep.
+    `fp8`: how products in fp8 are scaled, as in a config.
     """
     on_gpu, speed, dtype = device.name != "cpu", DeviceSpeed.of(device, is_measured), DTYPES[precision]
     fused = on_gpu if compiled is None else compiled
 
     def build_model(is_causal: bool) -> AnalyticCost:
-        return AnalyticCost(speed, ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels, budget))
+        reached = FP8_REACHES[fp8]
+        setting = ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels, budget, reached)
+        return AnalyticCost(speed, setting)
 
     cost = build_cost(model, microbatch, build_model, dtype, on_gpu, batch, optimizer)
     if not gathers_halves(model, dtype, on_gpu):
@@ -185,12 +187,12 @@ def build_cost(
             raise ConfigError(f"The cost of the layers of {name} ({kind}) cannot be computed: {reason}.") from error
         flops += sum(one.flops for segment in costs for one in segment)
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
-        tp, cp = _find_sizes(part, is_language_model)
+        fit = partial(build_module_cost, name, part, is_language_model, microbatch.tokens)
         build = partial(_build_layers, segments, items=items, dtype=dtype)
-        modules.append(ModuleCost(name, build(costs), tp_sizes=tp, cp_sizes=cp))
+        modules.append(fit(build(costs)))
         if cost_model.eager is not None:
             plain = [[cost_model.eager(one) for one in segment.calls] for segment in segments]
-            eager.append(ModuleCost(name, build(plain), tp_sizes=tp, cp_sizes=cp))
+            eager.append(fit(build(plain)))
     counts: Counter[torch.dtype] = Counter()  # trained numbers: optimizer states are those of the most frequent type
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
@@ -266,20 +268,6 @@ def _build_layer(
         shared_bytes=sum(p.numel() * p.element_size() for p in shared),
         items=float(items),
     )
-
-
-def _find_sizes(part: nn.Module, is_language_model: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tp sizes that divide all matrices, and the cp sizes for a model's tokens or an encoder's items."""
-    tp: tuple[int, ...] = (1,)
-    cp: tuple[int, ...] = (1,)
-    with suppress(ConfigError):
-        regions = plan_regions(part).regions
-        tp = tuple(size for size in _SIZES if not any(region.misfits(size) for region in regions))
-    with suppress(ConfigError):
-        if is_language_model:
-            check_tokens(part, 2)
-        cp = _SIZES[:4] if is_language_model or isinstance(part, ModalEncoderModule) else cp
-    return tp, cp
 
 
 def profile_run(
