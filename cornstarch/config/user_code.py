@@ -49,6 +49,11 @@ def allow_code(*names: str) -> None:
     os.environ[ALLOWED] = json.dumps(list(dict.fromkeys([*known, *names])))
 
 
+def allow_in(environment: dict[str, str], *names: str) -> None:
+    """Allow code in the processes that get these environment variables, beside what is allowed here."""
+    environment[ALLOWED] = json.dumps([*_list_allowed(), *names])
+
+
 def import_named(where: str, path: str) -> Any:
     """Return what a config names as `package.module:name`; refuse modules that the user has not allowed.
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from cornstarch.config import PartConfig, RunConfig
 from cornstarch.config.config_file import dump_config, load_config
+from cornstarch.config.user_code import allow_in
 from cornstarch.data.formats import open_sources
 from cornstarch.data.sample import Sample, SampleError
 from cornstarch.engine.plan_requirements import check_loss
@@ -211,6 +212,7 @@ def run_trial(twin: RunConfig, ranks: int, place: Path) -> Difference:
     # The twin has a process group of its own and needs no GPU. It can import what this process can.
     environment = {key: value for key, value in os.environ.items() if key not in _WORLD}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    allow_in(environment, __name__)  # the configs of a trial name functions of this file
     for name, described, count in (("one", one, 1), ("several", twin, ranks)):
         (place / f"{name}.yaml").write_text(dump_config(described), encoding="utf-8")
         files = [f"{place / name}.yaml", f"{place / 'record'} {name}"]

@@ -119,7 +119,7 @@ def test_an_unwritable_output_is_refused(run: Path, command: Command) -> None:
 
 
 def test_other_tasks_are_refused(run: Path, command: Command) -> None:
-    other = {"model": {"factory": {"function": "torch.nn:Linear", "arguments": {"in_features": 2, "out_features": 2}}}}
+    other = {"model": {"factory": {"function": "tests.tasks.small_factory:convolution"}}}
     described = {**other, "data": {"train": "train.json"}}
     Path("other.yaml").write_text(json.dumps(described))
     code, _, error = command("inspect-data", "other.yaml")
