@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, islice, product
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cornstarch.errors import ConfigError
@@ -283,11 +284,12 @@ class _BestFirstSearch:
         """Yield the entries with one choice more, each with its bound."""
         cost, space = self.costs.cost, self.space
         if isinstance(entry, ParallelSizes):
+            slow = self._find_slowest(entry)
             if any(self.bounds.fits(entry, kind) for kind in candidates.list_kinds(entry, space)):
                 for many in candidates.list_microbatches(entry, cost, space):
                     for checkpointing in candidates.list_checkpointing(cost, space):
                         choices = _Microbatches(entry, checkpointing, many)
-                        bound = self.bounds.lower_bound_microbatches(*choices, is_plain=False)
+                        bound = slow * self.bounds.lower_bound_microbatches(*choices, is_plain=False)
                         if bound < limit and self.bounds.fits_activations(entry, checkpointing, many, is_plain=False):
                             yield bound, choices
         elif isinstance(entry, _Microbatches):
@@ -298,14 +300,20 @@ class _BestFirstSearch:
     def _choose_schedule(self, entry: _Microbatches, limit: float) -> Iterator[tuple[float, _Scheduled]]:
         """Yield the entries with each schedule, each with a bound of its passes for the cut of its layers."""
         sizes, checkpointing, many = entry
+        slow = self._find_slowest(sizes)
         for schedule in candidates.list_schedules(sizes, many, self.costs.cost, self.space):
             kinds = candidates.list_runnable_kinds(sizes, checkpointing, schedule[0], self.space)
             kinds, is_plain = [kind for kind in kinds if self.bounds.fits(sizes, kind)], schedule[0] in _PLAIN
             if not kinds or (is_plain and not self.bounds.fits_activations(*entry, is_plain=True)):
                 continue
-            bound = self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
+            bound = slow * self.bounds.lower_bound_microbatches(*entry, is_plain=True) if is_plain else 0.0
             if bound < limit:
-                yield max(bound, self._find_least_passes(entry, schedule)), (entry, schedule)
+                yield max(bound, slow * self._find_least_passes(entry, schedule)), (entry, schedule)
+
+    def _find_slowest(self, sizes: ParallelSizes) -> float:
+        """Return how much longer a step takes because the slowest of its devices counts."""
+        ranks = sizes.dp * sum(prod(sizes.sizes[group[-1]]) for group in sizes.groups)
+        return self.costs.cluster.device.find_slowest(ranks)
 
     def _find_least_passes(self, entry: _Microbatches, schedule: tuple[str, int]) -> float:
         """Return a lower bound of the time of all passes, by the cut of the layers; computed once for all searches."""
@@ -328,11 +336,12 @@ class _BestFirstSearch:
         self, entry: _Microbatches, schedule: tuple[str, int], limit: float
     ) -> Iterator[tuple[float, Candidate]]:
         """Yield the candidates with each kind of data parallelism, each with its bound."""
+        slow = self._find_slowest(entry.sizes)
         for kind in candidates.list_runnable_kinds(entry.sizes, entry.checkpointing, schedule[0], self.space):
-            if self.bounds.fits(entry.sizes, kind) and self.bounds.lower_bound_kind(*entry, kind) < limit:
+            if self.bounds.fits(entry.sizes, kind) and slow * self.bounds.lower_bound_kind(*entry, kind) < limit:
                 candidate = candidates.build_candidate(*entry, schedule, kind, self.tp_options)
                 pipeline = PipelineCost(candidate, self.costs)
-                least = pipeline.least * self.costs.cluster.device.find_slowest(candidate.world)
+                least = slow * pipeline.least
                 if least >= limit:
                     continue
                 if pipeline.least_peak <= self.costs.cluster.device.usable:
