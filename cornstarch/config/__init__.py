@@ -7,15 +7,17 @@ from cornstarch.config.fields import Section, TrainMode, format_size, parse_size
 from cornstarch.config.run import ParallelConfig, RunConfig
 from cornstarch.plan.data_options import Precision
 
+from cornstarch.config.run_sections import (  # isort: skip
+    CheckpointConfig, FeaturesConfig, LaunchConfig, LoggingConfig,
+)  # fmt: skip
 from cornstarch.config.sections import (  # isort: skip
-    CheckpointConfig, DataConfig, DataFormat, EarlyStoppingConfig, EncoderConfig, FactoryConfig, FeaturesConfig,
-    LanguageModelConfig, LoggingConfig, LoopConfig, LoraConfig, ModelConfig, OptimizerConfig, PartConfig,
-    ScheduleConfig, SourceConfig, WholeModelConfig,
+    DataConfig, DataFormat, EarlyStoppingConfig, EncoderConfig, FactoryConfig, LanguageModelConfig, LoopConfig,
+    LoraConfig, ModelConfig, OptimizerConfig, PartConfig, ScheduleConfig, SourceConfig, WholeModelConfig,
 )  # fmt: skip
 
 __all__ = [
     "CheckpointConfig", "DataConfig", "DataFormat", "EarlyStoppingConfig", "EncoderConfig", "FactoryConfig",
-    "FeaturesConfig", "LanguageModelConfig", "LoggingConfig", "LoopConfig", "LoraConfig", "ModelConfig",
+    "FeaturesConfig", "LanguageModelConfig", "LaunchConfig", "LoggingConfig", "LoopConfig", "LoraConfig", "ModelConfig",
     "OptimizerConfig", "ParallelConfig", "PartConfig", "Precision", "RunConfig", "ScheduleConfig", "Section",
     "SourceConfig", "TrainMode", "WholeModelConfig", "format_size", "parse_size",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cornstarch.config import sections
+from cornstarch.config import run_sections, sections
 from cornstarch.config.fields import Also, Section, false_as_off
 from cornstarch.plan.data_options import LANGUAGE_MODEL, REGISTERED, SPLIT_BACKWARD, WHOLE_MODEL, Precision
 from cornstarch.plan.plan import ModulePlan, Plan, fill_empty
@@ -91,9 +91,10 @@ class RunConfig(Section):
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     schedule: sections.ScheduleConfig = sections.ScheduleConfig()
     loop: sections.LoopConfig = sections.LoopConfig()
-    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
-    logging: sections.LoggingConfig = sections.LoggingConfig()
-    features: sections.FeaturesConfig = sections.FeaturesConfig()
+    checkpoint: run_sections.CheckpointConfig = run_sections.CheckpointConfig()
+    launch: run_sections.LaunchConfig = run_sections.LaunchConfig()
+    logging: run_sections.LoggingConfig = run_sections.LoggingConfig()
+    features: run_sections.FeaturesConfig = run_sections.FeaturesConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @field_validator("device")

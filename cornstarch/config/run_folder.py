@@ -22,8 +22,9 @@ _LOCK = ".lock"
 
 # What may change from one start to the next without another result.
 _FREE = (
-    "name", "output", "logging.", "checkpoint.every", "checkpoint.keep", "threads", "data.workers", "data.prefetch",
-    "loop.exchange_check", "parallel.verify", "features.", "compile_cache",
+    "name", "output", "launch.", "logging.", "checkpoint.every", "checkpoint.keep", "checkpoint.peer", "threads",
+    "data.workers", "data.prefetch", "loop.exchange_check", "loop.check_replicas", "parallel.verify", "features.",
+    "compile_cache",
 )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -15,7 +14,6 @@ from cornstarch.config.user_code import check_remote_code
 from cornstarch.plan.data_options import REGISTERED, Precision
 from cornstarch.plan.validation import NotNegative, Positive, as_tuple, or_registered
 
-TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 TaskName = Literal[
     "auto", "multimodal", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"
 ]  # fmt: skip
@@ -351,6 +349,12 @@ class LoopConfig(Section):
     """At the end, evaluate once more with the images (or sounds) of samples exchanged: does the model use them?"""
     early_stopping: EarlyStoppingConfig | None = None
     """Default: none."""
+    on_bad_loss: Literal["stop", "skip", "rewind"] = "stop"
+    """When a loss or gradient is NaN or infinite, or with skip and rewind also when a loss spikes. stop: end the run;
+    skip: leave the weights as they are and go on; rewind: go back to the last checkpoint and leave the batch out."""
+    check_replicas: Annotated[Literal["auto", "off"] | Positive, fields.false_as_off] = "auto"
+    """Steps between comparisons of replicated weights, which find bits that have flipped. auto: as often as costs at
+    most 0.1 % of the time."""
     ema_decay: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Also("ema")] = None
     """Decay of an exponential moving average of the trained weights, used for evaluation and export."""
     activation_checkpointing: Annotated[bool, Also("gradient_checkpointing")] = False
@@ -384,54 +388,3 @@ class LoopConfig(Section):
     def activation_bytes(self) -> int | None:
         """The most that the activations of a microbatch may take; None: no size was given."""
         return parse_size(self.activation_budget) if isinstance(self.activation_budget, str) else None
-
-
-class CheckpointConfig(Section):
-    """When the training state is saved, and what is kept."""
-
-    every: Annotated[Positive | None, Also("save_steps")] = None
-    """Steps between checkpoints. Default: at the end, at the best evaluation and on SIGTERM."""
-    keep: Annotated[Positive, Also("save_total_limit")] = 2
-    """How many of the newest are kept; the best one is kept beside them."""
-    best_by: Literal["loss", "accuracy"] = "loss"
-    """The metric of the best evaluation."""
-    folder: str | None = None
-    """A folder for checkpoints outside of the run's: a path, or `scheme://…` of a registered storage. No two runs may
-    have the same one. Default: `checkpoints` in the run's folder."""
-    background: bool = False
-    """Copy the state and write it while training continues: steps wait for the copy only, which takes as much CPU
-    memory as the state. A failure ends the run in the next step."""
-    form: Literal["sharded", "full", "local"] = "sharded"
-    """sharded: each process writes its shards. full: the first process writes everything. local: each process writes
-    its whole state, and only the same layout can load it."""
-
-
-class LoggingConfig(Section):
-    """Metrics and progress."""
-
-    every: Annotated[Positive, Also("logging_steps", "log_every_n_steps")] = 10
-    """Steps between lines of metrics."""
-    to: Annotated[list[Annotated[TrackerName, or_registered(REGISTERED["tracker"])]], Also("report_to")] = []
-    """Beside metrics.jsonl, which is always written."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """auto: a bar in a terminal, else lines."""
-    samples: NotNegative = 8
-    """Samples of the evaluation data shown in the report with the model's answers."""
-
-
-class FeaturesConfig(Section):
-    """The feature cache: outputs of frozen encoders, kept on disk for later epochs and other runs."""
-
-    cache: bool = False
-    """Use the cache. An item that was encoded before is not even decoded again. Encoders must not be trained."""
-    folder: Path | None = None
-    """Where, for all runs that use it. Default: `feature_cache` beside the run's folder."""
-    ahead: bool = True
-    """With `loop.gradient_accumulation_steps`, let frozen encoders run once for several microbatches of a step that
-    have few items."""
-    limit: Size = "50 GB"
-    """The most that all files in the folder may take together: `500 MB`, `50 GB`, `1.5 TB`."""
-
-    @property
-    def limit_bytes(self) -> int:
-        return parse_size(self.limit)
