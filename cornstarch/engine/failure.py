@@ -78,23 +78,32 @@ class LossWatch:
         wrong = {rank: (loss, ids) for rank, (loss, ids) in enumerate(ranks) if not math.isfinite(loss)}
         what = f"The loss is {next(iter(wrong.values()))[0]}" if wrong else f"The norm of the gradient is {norm}"
         names = list(dict.fromkeys(name for _, ids in wrong.values() or ranks for name in ids))
-        where = ""
-        if len(ranks) > 1 and wrong:
-            where = f" on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-        optimizer = self._config.optimizer
-        remedies = {
-            f"a smaller optimizer.learning_rate (now {optimizer.learning_rate:g})": True,
-            "a warm-up, schedule.warmup=0.03": self._config.schedule.warmup == 0,
-            "optimizer.max_grad_norm=1.0": optimizer.max_grad_norm is None,
-            "precision=bf16 or fp32": self._config.precision == "fp16",
-        }
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        told = describe_samples(list(wrong) if len(ranks) > 1 else [], names, "Nothing was saved after it.")
         return TrainingError(
-            f"{what} in step {step}{where}. Nothing was saved after it.\n"
-            f"  Samples of this step{where}: {', '.join(names[:_SHOWN])}{more}.\n"
-            f"  Try: {'; '.join(text for text, helps in remedies.items() if helps)}. Look at these samples with "
+            f"{what} in step {step}{told}\n  Try: {'; '.join(list_remedies(self._config))}. Look at these samples with "
             "`cornstarch data check`."
         )
+
+
+def describe_samples(ranks: Sequence[int], names: Sequence[str], then: str = "") -> str:
+    """Return the ranks (none: all of them) and the first samples of a bad step, as the end of a sentence."""
+    several = "s" if len(ranks) > 1 else ""
+    where = f" on rank{several} {', '.join(map(str, ranks))}" if ranks else ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    then = f" {then}" if then else ""
+    return f"{where}.{then}\n  Samples of this step{where}: {', '.join(names[:_SHOWN])}{more}."
+
+
+def list_remedies(config: RunConfig) -> list[str]:
+    """Return what may help against losses that are NaN, infinite or spikes, and is not done yet."""
+    optimizer = config.optimizer
+    remedies = {
+        f"a smaller optimizer.learning_rate (now {optimizer.learning_rate:g})": True,
+        "a warm-up, schedule.warmup=0.03": config.schedule.warmup == 0,
+        "optimizer.max_grad_norm=1.0": optimizer.max_grad_norm is None,
+        "precision=bf16 or fp32": config.precision == "fp16",
+    }
+    return [text for text, helps in remedies.items() if helps]
 
 
 def out_of_memory(

@@ -338,13 +338,18 @@ def _shorten_lines(lines: list[str]) -> list[str]:
     return [*map(shorten_text, lines[:_MAX_ROWS]), *([f"and {more:,} more"] if more > 0 else [])]
 
 
+_EVENT_CLASSES = {
+    "failed": "bad", "stopped": "warn", "left_out": "warn", "rewound": "warn", "finished": "good", "best": "good",
+}  # fmt: skip
+
+
 def _build_events(run: RunRecord) -> dict[str, Any]:
     found = run.metrics.events
     shown, started = found[-_MAX_ROWS:], run.number("started")
     note = f"The last {_MAX_ROWS} of {len(found):,}. " if len(found) > len(shown) else ""
     rows: list[list[str | TableCell]] = []
     for event in shown:
-        css = {"failed": "bad", "stopped": "warn", "finished": "good", "best": "good"}.get(event.name, "")
+        css = _EVENT_CLASSES.get(event.name, "")
         after = None if event.time is None or started is None else max(0.0, event.time - started)
         name = TableCell(event.name[:40] or "event", "span", f"pill {css}".rstrip())
         text = TableCell(shorten_text(event.text), "span", "text")
