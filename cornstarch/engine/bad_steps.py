@@ -1,4 +1,4 @@
-"""Steps whose loss is NaN, infinite or a spike: found by all ranks in the same step, and left out if the run asks for it.
+"""Steps whose loss is NaN, infinite or a spike: found by all ranks in the same step, and left out if wanted.
 
 A step that is left out leaves no trace: weights, states of the optimizer, averages, buffers and random numbers are as
 before it, and it does not count. So the run goes on like one whose data lacks the batch.

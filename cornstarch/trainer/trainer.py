@@ -173,11 +173,14 @@ class Trainer:
                     self.replica_sync.finish()
                     return result
                 except BaseException as error:
-                    with suppress(ConfigError):  # a full disk must not hide what went wrong first
-                        self.logger.finish("failed", self.position)
-                    if is_out_of_memory(error):
+                    explained = None
+                    if is_out_of_memory(error):  # first: it frees what the failed step holds
                         parts = self.run_model.parts
-                        raise out_of_memory(error, self.model, parts, self.config, self.placement) from None
+                        explained = out_of_memory(error, self.model, parts, self.config, self.placement)
+                    with suppress(ConfigError, MemoryError):  # a full disk must not hide what went wrong first
+                        self.logger.finish("failed", self.position)
+                    if explained is not None:
+                        raise explained from None
                     raise
 
     # ------------------------------------------------------------------ setting up
