@@ -123,7 +123,7 @@ class RunConfig(Section):
         """Refuse options of several sections that make no sense together, the first that is found."""
         parts = (
             self._fp8_conflicts, self._loop_conflicts, self._balance_conflicts, self._recomputation_conflicts,
-            self._feature_cache_conflicts,
+            self._feature_cache_conflicts, self._bad_loss_conflicts,
         )  # fmt: skip
         for is_conflict, problem in chain.from_iterable(part() for part in parts):
             if is_conflict:
@@ -235,6 +235,22 @@ class RunConfig(Section):
             "`features.cache` works with data parallelism only: processes that share the samples of a step "
             "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
             "let every process have samples of its own"
+        )
+
+    def _bad_loss_conflicts(self) -> Iterator[Conflict]:
+        data, option = self.parallel.data, f"`loop.on_bad_loss` = {self.loop.on_bad_loss}"
+        leaves_out = self.loop.on_bad_loss != "stop"
+        yield leaves_out and data.is_unsynchronized, (
+            f"{option} with `parallel.data.kind` = {data.kind}: processes train by themselves between exchanges, and "
+            "one alone would leave out a step that others count. Use stop"
+        )
+        yield leaves_out and data.compression.kind != "none", (
+            f"{option} with `parallel.data.compression.kind` = {data.compression.kind}: compression remembers what it "
+            "has not sent yet, also of a step that is left out. Use stop, or no compression"
+        )
+        yield self.loop.on_bad_loss == "rewind" and self.checkpoint.every is None, (
+            f"{option} goes back to the newest checkpoint, and without `checkpoint.every` there is none before the "
+            "end. Set it to a number of steps, or use skip"
         )
 
     # fmt: on

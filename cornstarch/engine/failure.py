@@ -10,8 +10,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -26,7 +26,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.launch.failure_report import record_failure
 from cornstarch.launch.stop_guard import STOPPED, WITHOUT_SAVING
 from cornstarch.parallel import distributed
-from cornstarch.parallel.device import DevicePlacement, Reading
+from cornstarch.parallel.device import DevicePlacement, Reading, is_out_of_memory
 from cornstarch.pipeline.p2p import FailureSignal, abort_group
 
 _SHOWN = 8
@@ -81,30 +81,61 @@ class LossWatch:
         wrong = {rank: (loss, ids) for rank, (loss, ids) in enumerate(ranks) if not math.isfinite(loss)}
         what = f"The loss is {next(iter(wrong.values()))[0]}" if wrong else f"The norm of the gradient is {norm}"
         names = list(dict.fromkeys(name for _, ids in wrong.values() or ranks for name in ids))
-        where = ""
-        if len(ranks) > 1 and wrong:
-            where = f" on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-        optimizer = self._config.optimizer
-        remedies = {
-            f"a smaller optimizer.learning_rate (now {optimizer.learning_rate:g})": True,
-            "a warm-up, schedule.warmup=0.03": self._config.schedule.warmup == 0,
-            "optimizer.max_grad_norm=1.0": optimizer.max_grad_norm is None,
-            "precision=bf16 or fp32": self._config.precision == "fp16",
-        }
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        told = describe_samples(list(wrong) if len(ranks) > 1 else [], names, "Nothing was saved after it.")
         return TrainingError(
-            f"{what} in step {step}{where}. Nothing was saved after it.\n"
-            f"  Samples of this step{where}: {', '.join(names[:_SHOWN])}{more}.\n"
-            f"  Try: {'; '.join(text for text, helps in remedies.items() if helps)}. Look at these samples with "
+            f"{what} in step {step}{told}\n  Try: {'; '.join(list_remedies(self._config))}. Look at these samples with "
             "`cornstarch data check`."
         )
+
+
+def describe_samples(ranks: Sequence[int], names: Sequence[str], then: str = "") -> str:
+    """Return the ranks (none: all of them) and the first samples of a bad step, as the end of a sentence."""
+    several = "s" if len(ranks) > 1 else ""
+    where = f" on rank{several} {', '.join(map(str, ranks))}" if ranks else ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    then = f" {then}" if then else ""
+    return f"{where}.{then}\n  Samples of this step{where}: {', '.join(names[:_SHOWN])}{more}."
+
+
+def list_remedies(config: RunConfig) -> list[str]:
+    """Return what may help against losses that are NaN, infinite or spikes, and is not done yet."""
+    optimizer = config.optimizer
+    remedies = {
+        f"a smaller optimizer.learning_rate (now {optimizer.learning_rate:g})": True,
+        "a warm-up, schedule.warmup=0.03": config.schedule.warmup == 0,
+        "optimizer.max_grad_norm=1.0": optimizer.max_grad_norm is None,
+        "precision=bf16 or fp32": config.precision == "fp16",
+    }
+    return [text for text, helps in remedies.items() if helps]
+
+
+_NO_MEMORY_TO_EXPLAIN = (
+    "Memory ran out, also for saying where.\n  Try: a larger loop.gradient_accumulation_steps, "
+    "loop.activation_checkpointing=true, precision=bf16, or a smaller data.max_length."
+)
 
 
 def out_of_memory(
     error: BaseException, model: nn.Module, parts: Sequence[ModelPart], config: RunConfig, placement: DevicePlacement
 ) -> TrainingError:
-    """Return what to tell the user: where memory ran out, what holds how much, what would fit."""
-    where = _place(error.__traceback__, model, parts)
+    """Return what to tell the user: where memory ran out, what holds how much, what would fit.
+
+    The traceback of the error is dropped: its frames hold the tensors of the failed step, and there is no memory left
+    to explain anything with.
+    """
+    calls: list[tuple[str, int, bool, bool]] = []
+    with suppress(MemoryError):
+        calls = _read_calls(error)
+    _drop_frames(error)
+    try:
+        return TrainingError(_explain_memory(_place(calls, model, parts), parts, config, placement))
+    except Exception as second:
+        if isinstance(second, MemoryError) or is_out_of_memory(second):
+            return TrainingError(_NO_MEMORY_TO_EXPLAIN)
+        raise
+
+
+def _explain_memory(where: str, parts: Sequence[ModelPart], config: RunConfig, placement: DevicePlacement) -> str:
     gradients = sum(p.nbytes for part in parts for p in part.trained.values())
     states = gradients * (2 if "adam" in config.optimizer.name.lower() else 1)
     held = {f"weights of the {part.name}": part.bytes for part in parts}
@@ -115,23 +146,45 @@ def out_of_memory(
         total = int(torch.cuda.get_device_properties(placement.device).total_memory)
     lines.append(f"  together {fixed / 1e9:.2f} GB of {total / 1e9:.2f} GB; the rest is for activations")
     remedies = "; ".join(_remedies(config, fixed > total))
-    return TrainingError("\n".join([f"Memory ran out {where}.", *lines, f"  Try: {remedies}."]))
+    return "\n".join([f"Memory ran out {where}.", *lines, f"  Try: {remedies}."])
 
 
-def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[ModelPart]) -> str:
-    """Say in which part the innermost module of a traceback is."""
+def _read_calls(error: BaseException) -> list[tuple[str, int, bool, bool]]:
+    """Return the calls of a traceback: function, id of its `self`, and whether that is an optimizer, or a module."""
+    calls = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        kinds = isinstance(owner, torch.optim.Optimizer), isinstance(owner, nn.Module)
+        calls.append((frame.f_code.co_name, id(owner), *kinds))
+    return calls
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Release what the frames of an error, and of those it came from, hold."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            pending += [one.__cause__, one.__context__]
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+
+
+def _place(calls: Sequence[tuple[str, int, bool, bool]], model: nn.Module, parts: Sequence[ModelPart]) -> str:
+    """Say in which part the innermost module of some calls is."""
     names = {id(module): name for name, module in model.named_modules()}
     found, kind = None, "in the forward pass"
-    for frame, _ in traceback.walk_tb(trace):
-        function, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    for function, owner, is_optimizer, is_module in calls:
         if function == "backward":
             kind = "in the backward pass"
-        elif isinstance(owner, torch.optim.Optimizer):
+        elif is_optimizer:
             return "in the optimizer's step, when it made its states"
-        elif function == "_apply" and isinstance(owner, nn.Module):
+        elif function == "_apply" and is_module:
             return "when the model was moved to the device"
-        if id(owner) in names:
-            found = names[id(owner)]
+        if owner in names:
+            found = names[owner]
     if found is None:
         return kind
     fitting = [(len(place), part.name) for part in parts for place in part.module_names if found.startswith(place)]

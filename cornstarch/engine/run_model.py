@@ -357,6 +357,7 @@ def build_train_state(
         loss_scale=context.placement.loss_scale(),
         loss_shards=context.loss_shards,
         averages=AveragedWeights(trained, config.loop.ema_decay, optimizer) if config.loop.ema_decay else None,
+        needs_norm=config.loop.on_bad_loss != "stop",
     )
     sync = None
     if context.world_size > 1 and wrapped is not None:

@@ -42,6 +42,7 @@ class TrainStep:
         loss_scale: For fp16: keeps small gradients from vanishing.
         loss_shards: The number of ranks that each compute a part of the loss.
         averages: The moving average of the weights, if there is one.
+        needs_norm: Whether `clip` computes the norm although nothing is clipped.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         loss_shards: int = 1,
         averages: AveragedWeights | None = None,
+        needs_norm: bool = False,
     ) -> None:
         self.model, self.optimizer, self.max_grad_norm, self.averages = model, optimizer, max_grad_norm, averages
-        self.scaler = loss_scale
+        self.scaler, self._needs_norm = loss_scale, needs_norm
         self._trained, self._loss_shards = list(trained), loss_shards
         if loss_scale is not None and any(parameter.dtype == torch.float16 for parameter in trained):
             raise ConfigError("precision = fp16 needs trained weights in fp32: leave `dtype` out, or set it to fp32.")
@@ -125,14 +127,13 @@ class TrainStep:
 
     def clip(self) -> Tensor | None:
         """Clip gradients by their norm over all ranks; return that norm, None if no one asks for it."""
-        if self.max_grad_norm is None and self.scaler is None:
+        if self.max_grad_norm is None and self.scaler is None and not self._needs_norm:
             return None
+        max_norm = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         with record_range(CLIPPING):
             if self._optimizer_divides:
-                assert self.max_grad_norm is not None
-                norm, self._divisor = compute_clip_divisor(self._trained, self.max_grad_norm)
+                norm, self._divisor = compute_clip_divisor(self._trained, max_norm)
                 return norm
-            max_norm = float("inf") if self.max_grad_norm is None else self.max_grad_norm
             if (pipeline := self.model.pipeline) is None:
                 is_divided = self.model.zero1 is not None
                 norm = clip_gradients(self.model.wrapped, self._trained, max_norm, is_divided=is_divided)
@@ -141,7 +142,7 @@ class TrainStep:
                 norm = clip_gradients(None, self._trained, max_norm, *shared)
             if self.scaler is not None:
                 self.is_finite = bool(torch.isfinite(norm))  # the norm is that of all ranks, so they agree
-            return None if self.max_grad_norm is None else norm
+            return None if self.max_grad_norm is None and not self._needs_norm else norm
 
     def update(self) -> None:
         """Step the optimizer, drop the gradients, and update the moving average of the weights."""
@@ -163,6 +164,11 @@ class TrainStep:
             self.scaler.update(self.is_finite)
         if self.model.zero1 is not None:
             self.model.zero1.gather_parameters()
+
+    def leave_out(self) -> None:
+        """Drop the gradients of a step: weights, states, averages and the loss scale stay as they are."""
+        self._divisor, self.is_finite = None, True
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         for parameter in self._trained:

@@ -50,6 +50,12 @@ class Position:
     evaluations_without_improvement: int = 0
     ended: bool = False
     """Whether the run is complete."""
+    losses: tuple[float, ...] = ()
+    """Of the last steps, if spikes are looked for (`loop.on_bad_loss`)."""
+
+    def assign(self, other: Position) -> None:
+        """Become equal to another position."""
+        vars(self).update(vars(other))
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,8 @@ class StepResult:
     totals: StepTotals
     waited: float = 0.0
     """Seconds that this rank waited for the batch."""
+    is_left_out: bool = False
+    """Whether the loss was bad and the step does not count (`loop.on_bad_loss`: skip, rewind)."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ _SECTIONS = {
 }
 # Class and sign of a status; the sign is for readers who do not see the colour.
 _STATUS = {"finished": ("good", "✓"), "running": ("busy", "▸"), "stopped": ("warn", "■"), "failed": ("bad", "✗")}
-_EVENTS = {"failed": "bad", "restarted": "warn", "stopped": "warn", "finished": "good", "best": "good"}
+_EVENTS = {"failed": "bad", "finished": "good", "best": "good"}
+_EVENTS |= dict.fromkeys(("restarted", "stopped", "left_out", "rewound"), "warn")
 _MAX_MARKS = 20
 _MAX_EVALUATIONS = 200
 _MAX_ROWS = 200

@@ -20,6 +20,7 @@ from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import METRICS, REPORT, RunFolder
 from cornstarch.data.sample import BrokenSample
 from cornstarch.engine.acceleration import Acceleration
+from cornstarch.engine.bad_steps import BadStep
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
 from cornstarch.launch.attempt_record import describe_restart
@@ -299,8 +300,25 @@ class MetricsLogger:
     def log_checkpoint(self, path: Path, step: int) -> None:
         self._write_event(step, "saved", path.name)
 
-    def _write_event(self, step: int, event: str, text: str, is_shown: bool = False, **figures: float) -> None:
-        self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text, **figures})
+    def log_left_out(self, bad: BadStep, position: Position, is_again: bool = False) -> None:
+        """Log a batch that is left out because its loss was bad, now or before."""
+        then = "The batch was left out before, and is left out again." if is_again else "The batch is left out."
+        self._write_event(position.step, "left_out", bad.describe(then), is_shown=True, **_describe_bad_step(bad))
+
+    def rewind(self, bad: BadStep, position: Position) -> None:
+        """Go back to a checkpoint: drop what was logged after it, and log why."""
+        step = position.step
+        if self._metrics is not None:
+            self._metrics.rewind(step)
+        self._throughput.start(position.seconds, position.tokens)
+        if (self.last_evaluation_step or 0) > step:
+            self.last_evaluation, self.last_evaluation_step, self._summary["evaluation"] = None, None, None
+            self._summary["best"] = None
+        then = f"The run goes back to its checkpoint of step {step}, and leaves the batch out."
+        self._write_event(step, "rewound", bad.describe(then), is_shown=True, **_describe_bad_step(bad))
+
+    def _write_event(self, step: int, event: str, text: str, is_shown: bool = False, **more: Any) -> None:
+        self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text, **more})
         if is_shown:
             self.log(text)
 
@@ -388,6 +406,10 @@ def part_table(parts: Sequence[ModelPart], width: int) -> Table:
         table.add_section()
         table.add_row("all", *([""] if wide else []), f"{count:,}", f"{trained:,}", f"{size / 1e6:,.1f} MB")
     return table
+
+
+def _describe_bad_step(bad: BadStep) -> dict[str, Any]:
+    return {"reason": bad.reason, "ranks": bad.ranks, "samples": bad.samples, "epoch": bad.epoch, "batch": bad.batch}
 
 
 def _describe_part(part: ModelPart) -> dict[str, Any]:

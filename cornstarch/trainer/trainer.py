@@ -24,6 +24,7 @@ from cornstarch.data.loader import StepBatch, StepLoader, open_data
 from cornstarch.data.run_workers import choose_workers
 from cornstarch.data.sample import SkipCounter
 from cornstarch.engine.acceleration import check_fp8
+from cornstarch.engine.bad_steps import BadStepGuard
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
 from cornstarch.engine.plan_requirements import check_optimizer
@@ -32,9 +33,9 @@ from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.engine.step_counter import StepCounter, UnsynchronizedStepCounter
 from cornstarch.engine.train_step import WeighedLosses
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.attribution import COUNTING, DATA, LOGGING
-from cornstarch.metrics.metrics import Position, RunResult, Status, StepClock, StepResult
-from cornstarch.metrics.profiler import record_calls, record_range, record_waits
+from cornstarch.metrics.attribution import COUNTING, LOGGING
+from cornstarch.metrics.metrics import Position, RunResult, Status, StepClock, StepResult, StepTotals
+from cornstarch.metrics.profiler import record_calls, record_range
 from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import drop_idle_gradients
 from cornstarch.parallel.device import choose_placement, is_out_of_memory
@@ -47,6 +48,8 @@ from cornstarch.trainer.callbacks import Callback, add_builtin_callbacks, build_
 from cornstarch.trainer.checkpointer import Checkpointer, find_checkpoint
 from cornstarch.trainer.evaluator import Evaluation, Evaluator, record_best, should_stop_early
 from cornstarch.trainer.metrics_logger import MetricsLogger
+from cornstarch.trainer.run_batches import leave_out, yield_batches
+from cornstarch.trainer.run_end import finish_run
 from cornstarch.verify.twin_trial import verify_plan
 
 
@@ -111,7 +114,9 @@ class Trainer:
         self._failure = SharedFailure()
         self._resources = ExitStack()
         self._is_ready = False
-        self._skips: SkipCounter | None = None
+        self.skips: SkipCounter | None = None
+        self.bad_steps: BadStepGuard | None = None
+        self.rewinds = 0
 
     @classmethod
     def from_objects(
@@ -164,15 +169,18 @@ class Trainer:
             with self.logger.show_progress(self.position, self.total_steps), self.stop_signal.listen():
                 try:
                     status = self._train() if not self.position.ended else "finished"
-                    result = self._finish(status)
+                    result = finish_run(self, status)
                     self.replica_sync.finish()
                     return result
                 except BaseException as error:
-                    with suppress(ConfigError):  # a full disk must not hide what went wrong first
-                        self.logger.finish("failed", self.position)
-                    if is_out_of_memory(error):
+                    explained = None
+                    if is_out_of_memory(error):  # first: it frees what the failed step holds
                         parts = self.run_model.parts
-                        raise out_of_memory(error, self.model, parts, self.config, self.placement) from None
+                        explained = out_of_memory(error, self.model, parts, self.config, self.placement)
+                    with suppress(ConfigError, MemoryError):  # a full disk must not hide what went wrong first
+                        self.logger.finish("failed", self.position)
+                    if explained is not None:
+                        raise explained from None
                     raise
 
     # ------------------------------------------------------------------ setting up
@@ -213,10 +221,12 @@ class Trainer:
             if self.auto_plan is not None:
                 self.folder.write(PLAN, self.auto_plan.file)
         if checkpoint is not None:
-            self.position = self._checkpointer.restore(checkpoint, log)
+            self.position = self.checkpointer.restore(checkpoint, log)
+        if self.bad_steps is not None:
+            self.bad_steps.load(is_resumed=checkpoint is not None)
         add_builtin_callbacks(self, self._resources, self._trace, self._profile)
         self.logger.log_start(self, resumed_from=None if checkpoint is None else checkpoint.step)
-        self._call("on_train_begin")
+        self.call_callbacks("on_train_begin")
 
     def build_task(self, loading: ShardedLoading) -> Task:
         """Return what is trained: the given task, or the described one with the weights that this rank needs."""
@@ -248,11 +258,14 @@ class Trainer:
         kind = UnsynchronizedStepCounter if self.context.is_unsynchronized else StepCounter
         count_flops = record_calls(COUNTING, flops.total) if self.counts_flops else None
         signal = self.stop_signal  # a function of `self` would keep the trainer, and its claim on the folder, alive
-        self._counter = kind(list(self.task.modalities()), self.replica.size, lambda: signal.is_set, count_flops)
+        self.counter = kind(list(self.task.modalities()), self.replica.size, lambda: signal.is_set, count_flops)
         self._balancer = build_balancer(config, collator, data.train, flops.step, self._layout, self.folder)
         if self._balancer is not None:
             self.logger.log(describe_gain(self._balancer, data, self.replica.count))
         self.watch = LossWatch(config, self.placement, is_shared=not self.context.is_unsynchronized)
+        if config.loop.on_bad_loss != "stop":
+            models = [self.model] if self.pipeline is None else self.pipeline.models
+            self.bad_steps = BadStepGuard(config, data, self.folder, self.replica, models)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)
         use_weights = state.use_evaluation_weights
@@ -260,9 +273,9 @@ class Trainer:
             self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed,
             self._workers,
         )  # fmt: skip
-        self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
+        self.checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call_callbacks(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self, *arguments)
 
@@ -272,29 +285,29 @@ class Trainer:
         config, position = self.config, self.position
         batches = self.batches()
         while True:
-            self._call("on_batch_begin")
+            self.call_callbacks("on_batch_begin")
             if (batch := next(batches, None)) is None:
                 return "finished"
             if self.stop_signal.is_set and self.ranks == 1:  # the batch is left for the next start
                 return "stopped"
             result = self.step(batch)
-            if not result.totals.trained_tokens and not self.context.is_unsynchronized:
+            if result.is_left_out or not (result.totals.trained_tokens or self.context.is_unsynchronized):
                 continue
             with record_range(LOGGING):
                 self.logger.log_step(result, self)
             is_logged = self.logger.is_logged(result.step, self.total_steps)
-            self._call("on_step_end", result, batch, is_logged)
-            self._checkpointer.check()
+            self.call_callbacks("on_step_end", result, batch, is_logged)
+            self.checkpointer.check()
             position.seconds = self.logger.seconds
             metric = None
             if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
-                metric = self._evaluate_and_log()
+                metric = self.evaluate_and_log()
             stops_early = should_stop_early(config, position)
             is_best = metric is not None and position.best_step == position.step
             is_due = config.checkpoint.every is not None and position.step % config.checkpoint.every == 0
             ends = position.step >= self.total_steps or stops_early
             if (is_best or is_due) and not ends:  # the end of a run saves it, once
-                self._save_and_log(metric)
+                self.save_and_log(metric)
             if stops_early:
                 return "finished"
             if result.totals.stop:  # ranks know of one another's signals since the step has begun
@@ -302,23 +315,7 @@ class Trainer:
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the batches that are left to train on."""
-        self.setup()
-        if self.position.step >= self.total_steps:
-            return
-
-        def steps_ahead() -> int:  # for how many steps batches may be drawn at once
-            is_single = any(callback.wants_single_steps for callback in self.callbacks)
-            return 1 if is_single else self.total_steps - self.position.step
-
-        self._skips = self.data.build_skip_counter(self.position)
-        for batch in self._counter.ahead(record_waits(DATA, self.build_loader()), steps_ahead):
-            self.logger.log_skipped(batch.skipped)
-            # Stages take what they need themselves, and a prefetch replaces the images.
-            if self.pipeline is None and self.run_model.prefetch is None:
-                self.feed.begin(batch)
-            yield batch
-            if self.position.step >= self.total_steps:
-                return
+        return yield_batches(self)
 
     def build_loader(self) -> StepLoader:
         """Return the loader of the batches that are left; `batches` is what a loop wants."""
@@ -330,14 +327,17 @@ class Trainer:
 
         The loss is the sum over all trained tokens of the step divided by their number, however they are split into
         microbatches and over ranks. All ranks must call it. If none of them has a token to train on, because all
-        samples are broken, nothing changes and the step does not count.
+        samples are broken, nothing changes and the step does not count. Nor does it with a bad loss, if
+        `loop.on_bad_loss` leaves the batch out.
         """
         self.clock.start_step()
         # The totals of all ranks travel while the first microbatch is computed.
-        totals_of_all = self._counter.totals(batch)
+        totals_of_all = self.counter.totals(batch)
         position, rate = self.position, self.rates.set(self.position.step)
         self.replica_sync.before_step()
-        self._call("on_step_begin", batch)
+        self.call_callbacks("on_step_begin", batch)
+        if self.bad_steps is not None:
+            self.bad_steps.before_step()
 
         count, weights = len(batch.microbatches), [one.trained_tokens for one in batch.microbatches]
         losses = WeighedLosses(self.train_step, weights, lambda: totals_of_all().trained_tokens)
@@ -351,19 +351,15 @@ class Trainer:
         self.train_step.unscale()
 
         totals = totals_of_all()
-        # All ranks alike refuse data of which too much is broken; one process does so while it reads.
-        if self._skips is not None and self.replica.count > 1 and not self.context.is_unsynchronized:
-            self._skips.count(totals.samples, totals.broken, totals.too_long, batch.skipped)
-            if batch.ends_epoch:
-                self._skips.end_epoch()
-        position.epoch, position.batch = batch.epoch, batch.index + 1
-        position.broken += totals.broken
-        position.too_long += totals.too_long
+        self.count_batch(batch, totals)
         norm: Tensor | None = None
         if totals.trained_tokens:
             if self.ranks > 1:
                 drop_idle_gradients(self.model, totals.items)
             norm = self.update_weights(batch, loss)
+            if self.bad_steps is not None and (bad := self.bad_steps.found) is not None:
+                leave_out(self, bad)
+                return StepResult(position.step, loss, rate, norm, totals, is_left_out=True)
         else:
             self.train_step.zero_grad()
             if not self.context.is_unsynchronized:  # others count this step
@@ -375,11 +371,28 @@ class Trainer:
         self.clock.end_step(batch.waited)
         return StepResult(position.step, loss, rate, norm, totals, batch.waited)
 
+    def count_batch(self, batch: StepBatch, totals: StepTotals) -> None:
+        """Move the position behind a batch, and count its skipped samples."""
+        # All ranks alike refuse data of which too much is broken; one process does so while it reads.
+        if self.skips is not None and self.replica.count > 1 and not self.context.is_unsynchronized:
+            self.skips.count(totals.samples, totals.broken, totals.too_long, batch.skipped)
+            if batch.ends_epoch:
+                self.skips.end_epoch()
+        position = self.position
+        position.epoch, position.batch = batch.epoch, batch.index + 1
+        position.broken += totals.broken
+        position.too_long += totals.too_long
+
     def update_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         """Clip the gradients, step the optimizer, and return the norm that the gradients had."""
         norm = self.train_step.clip()
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
-        self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
+        judged = None if self.scaler is not None else norm
+        if self.bad_steps is None:
+            self.watch.add(self.position.step + 1, batch, loss, judged)
+        elif self.bad_steps.judge(self.position, batch, loss, judged):
+            self.train_step.leave_out()
+            return norm
         self.run_model.memory_tracker.measure(self.optimizer, self.averages)
         self.train_step.update()
         return norm
@@ -391,53 +404,28 @@ class Trainer:
     def save(self, metric: float | None = None) -> Path:
         """Write a checkpoint of this moment; with `checkpoint.background`, while training goes on."""
         self.watch.check()
-        return self._checkpointer.save(self.position, metric)
+        return self.checkpointer.save(self.position, metric)
 
-    def _evaluate_and_log(self) -> float | None:
+    def evaluate_and_log(self) -> float | None:
         """Evaluate, remember what is best, and return the metric that decides it."""
         if not self.evaluation_sources:
             return None
-        self._call("on_pause")
+        self.call_callbacks("on_pause")
         self.watch.check()
         with self.logger.pause():
             record = self.evaluate().record()
         metric, improved = record_best(self.config, self.position, record)
         self.logger.log_evaluation(record, self.position, improved)
-        self._call("on_evaluate", record)
+        self.call_callbacks("on_evaluate", record)
         return metric
 
-    def _save_and_log(self, metric: float | None) -> None:
-        self._call("on_pause")
+    def save_and_log(self, metric: float | None) -> None:
+        self.call_callbacks("on_pause")
         with self.logger.pause():
-            self._checkpointer.check(wait=True)
+            self.checkpointer.check(wait=True)
             path = self.save(metric)
-        self._checkpointer.check()
-        self._call("on_save", path)
-
-    def _finish(self, status: Status) -> RunResult:
-        position, logger = self.position, self.logger
-        self._call("on_train_end", status)
-        if status == "stopped":
-            if self._checkpointer.saved_at != position.step:
-                self._save_and_log(logger.metric_at(position.step))
-            self._checkpointer.check(wait=True)
-            logger.log_stop(position)
-            return RunResult("stopped", position.step, None, folder=self.folder.path)
-        if not position.ended:
-            if self.evaluation_sources and logger.last_evaluation_step != position.step:
-                if self._checkpointer.saved_at != position.step:
-                    self._save_and_log(None)  # before an evaluation, which may fail
-                self._evaluate_and_log()
-            position.ended = True
-            self._save_and_log(logger.metric_at(position.step))
-        self._checkpointer.check(wait=True)
-        shuffled = {}
-        for modality, record in self.evaluator.evaluate_shuffled():
-            shuffled[modality] = record
-            logger.log_shuffled(modality, record, position)
-        with self.evaluator.use_model():
-            logger.log_answers(self)
-        return self.close_run(shuffled)
+        self.checkpointer.check()
+        self.call_callbacks("on_save", path)
 
     def close_run(self, shuffled: dict[str, dict[str, Any]], write_event: bool = True) -> RunResult:
         """Write the report, and return the result of the run."""

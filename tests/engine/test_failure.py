@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import weakref
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from cornstarch.engine.model_parts import split_into_parts
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.train import load_config
+from tests import forked
 from tests.models import small
 from tests.parity.pool import pool
 
@@ -181,6 +186,73 @@ def test_it_says_when_the_model_itself_does_not_fit() -> None:
     with pytest.raises(RuntimeError) as caught:
         huge.to_empty(device="cpu")
     assert "ran out when the model was moved to the device" in explained(caught.value, huge, config())
+
+
+def exhaust(limit: int) -> str:
+    """Fill this process's memory up to a limit inside of a module's forward pass; return what is said of it."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + limit, held + limit))
+
+    class Filling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pieces = []
+            for size in (2**23, 2**18, 2**12, 64):  # until nothing is left at all
+                with suppress(MemoryError, RuntimeError):
+                    while True:
+                        pieces.append(bytearray(size))
+            return x + torch.empty(2**50)
+
+    model, run = nn.Sequential(*[nn.Linear(1, 1) for _ in range(2000)], Filling()), config()
+    parts = split_into_parts(model, ModelConfig(given="Net"), run.optimizer)
+    try:
+        model[-1](torch.ones(1))
+    except (MemoryError, RuntimeError) as error:
+        return str(out_of_memory(error, model, parts, run, CPU))
+    return "nothing"
+
+
+def write_explanation(path: str) -> None:
+    Path(path).write_text(exhaust(2**28))
+
+
+def test_the_report_of_too_little_memory_does_not_run_out_of_memory(tmp_path: Path) -> None:
+    path = tmp_path / "said"
+    process = forked.process(write_explanation, str(path))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert path.read_text().startswith("Memory ran out in the forward pass of the model, in 2000.")
+
+
+@pytest.mark.parametrize("second", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_it_says_less_if_there_is_no_memory_to_say_more(second: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise second
+
+    monkeypatch.setattr("psutil.virtual_memory", fail)
+    said = explained(MemoryError(), nn.Linear(1, 1), config())
+    assert said.startswith("Memory ran out, also for saying where.") and "Try: " in said
+
+
+def test_what_a_failed_step_holds_is_released() -> None:
+    class Tracked:
+        pass
+
+    def fail() -> None:
+        tensor = Tracked()
+        alive.append(weakref.ref(tensor))
+        try:
+            raise RuntimeError("inner")
+        except RuntimeError:
+            raise MemoryError from None
+
+    alive: list[Any] = []
+    with pytest.raises(MemoryError) as caught:
+        fail()
+    error = caught.value
+    del caught
+    explained(error, nn.Linear(1, 1), config())
+    assert alive[0]() is None and error.__traceback__ is None
 
 
 def test_it_counts_what_is_held() -> None:

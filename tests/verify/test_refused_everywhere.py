@@ -50,6 +50,14 @@ def test_too_many_broken_samples(tmp_path: Path) -> None:
     assert one == other and "7 of 20 samples are broken" in one and "samples:4" in one
 
 
+def test_what_counts_is_the_fraction_of_all_ranks(tmp_path: Path) -> None:
+    """Half of the samples are broken: all those of rank 1."""
+    one, other = run(tmp_path / "few", "..xx" * 10, skip_limit=0.3)
+    assert one == other and one.startswith("10 of 20 samples are broken, more than `data.skip_limit` = 0.3 allows.")
+    assert "samples:3" in one and len(one.splitlines()) == 7
+    assert run(tmp_path / "many", "..xx" * 10, skip_limit=0.6) == ["20 steps, 20 evaluated"] * 2
+
+
 def test_not_one_good_sample(tmp_path: Path) -> None:
     one, other = run(tmp_path, "xxxx")
     assert one == other and "Not one of 4 samples can be used" in one
