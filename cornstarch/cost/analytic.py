@@ -10,7 +10,7 @@ written nor read, and what their backward pass needs is recomputed from their in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,11 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cornstarch.cost.efficiency import Efficiency, find_efficiency
 from cornstarch.cost.segments import ModuleCall
-from cornstarch.cost.tracer import DTYPE_NAMES, Operation, Trace, trace_memory
+from cornstarch.cost.tracer import DTYPE_NAMES, EXPERTS, Operation, Trace, trace_memory
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.cross_entropy import split_rows
 from cornstarch.kernels.fp8 import MIN_DIM
+from cornstarch.parallel.expert import find_experts
 from cornstarch.plan.cluster import Device, find_device_or_unknown
+from cornstarch.plan.expert_cost import ExpertCost
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class CallCost:
     """Bytes of keys and values."""
     flops: float = 0.0
     """Of the forward and the backward pass."""
+    experts: ExpertCost | None = None
+    """The part of all this that belongs to experts."""
 
     def __add__(self, other: CallCost) -> CallCost:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "experts"}
         sums |= {"working": max(self.working, other.working), "output": other.output or self.output}
-        return CallCost(**sums)
+        both = [one for one in (self.experts, other.experts) if one is not None]
+        return CallCost(**sums, experts=sum(both[1:], both[0]) if both else None)
 
 
 @dataclass(frozen=True)
@@ -146,11 +151,14 @@ class AnalyticCost:
         is_fused = setting.compiled and call.is_layer
         kernels = list(list_memory_kernels(trace, is_fused))
         cost = _add_times(trace, kernels, self.speed, setting.fp8 if call.is_layer and call.is_trained else 0.0)
+        experts = self._find_expert_cost(call, trace, is_fused, cost)
         kept, again = _apply_budget(list_kept(trace, is_fused), trace, self.speed, setting.budget if is_fused else 1.0)
         outputs = sum(trace.outputs.values())
         if not call.has_upstream and not call.is_trained:
             most = max((one.read + one.written for one in kernels), default=0)
-            return replace(cost, input_gradient=0.0, weight_gradient=0.0, working=most, output=outputs)
+            return replace(
+                cost, input_gradient=0.0, weight_gradient=0.0, working=most, output=outputs, experts=experts
+            )
         cost = replace(cost, input_gradient=cost.input_gradient + again)
         if not call.has_upstream:  # gradients inside it lead to its own weights
             cost = replace(cost, input_gradient=0.0, weight_gradient=cost.weight_gradient + cost.input_gradient)
@@ -168,7 +176,56 @@ class AnalyticCost:
             working=most + (outputs if call.is_layer else 0),  # the residual stream needs the output's gradient
             output=outputs,
             flops=cost.flops + backward,
+            experts=experts,
         )
+
+    def _find_expert_cost(self, call: ModuleCall, trace: Trace, is_fused: bool, cost: CallCost) -> ExpertCost | None:
+        """Return what experts have of the cost of a call; None without any."""
+        modules = list(find_experts(call.module).values())
+        if not modules:
+            return None
+        weights = [parameter for one in modules for parameter in one.parameters(recurse=False)]
+        # What would be left of the times if weights took no memory, and of that, what is spent inside of experts.
+        light = [_drop_storages(one, trace.experts) for one in trace.operations]
+        parts = []
+        for operations in (light, [one for one in light if one.section == EXPERTS]):
+            part = replace(trace, operations=operations)
+            parts.append(_add_times(part, list(list_memory_kernels(part, is_fused)), self.speed, 0.0))
+        rest, tokens = (_list_passes(one, call) for one in parts)
+        moved = [max(0.0, all_ - one) for all_, one in zip(_list_passes(cost, call), rest, strict=True)]
+        times = {f"tokens_{name}": one for name, one in zip(_PASSES, tokens, strict=True)}
+        times |= {f"weights_{name}": one for name, one in zip(_PASSES, moved, strict=True)}
+        made = {storage for one in trace.operations if one.section == EXPERTS for storage in one.writes}
+        kept = list_kept(trace, is_fused).items()
+        has_backward = call.has_upstream or call.is_trained
+        return ExpertCost(
+            parameters=sum(one.numel() for one in weights),
+            parameter_bytes=sum(one.nbytes for one in weights),
+            trained_parameters=sum(one.numel() for one in weights if one.requires_grad),
+            sent_bytes=trace.sent_bytes,
+            experts=sum(int(one.__dict__["num_experts"]) for one in modules),
+            modules=len(modules),
+            kept_bytes=sum(size for storage, size in kept if storage in made) if has_backward else 0,
+            **times,
+        )
+
+
+_PASSES = ("forward", "input_gradient", "weight_gradient")
+
+
+def _list_passes(cost: CallCost, call: ModuleCall) -> tuple[float, float, float]:
+    """Return the seconds of the three passes as far as they are run."""
+    inputs, weights = cost.input_gradient, cost.weight_gradient if call.is_trained else 0.0
+    return (cost.forward, inputs, weights) if call.has_upstream else (
+        cost.forward, 0.0, inputs + weights if call.is_trained else 0.0
+    )  # fmt: skip
+
+
+def _drop_storages(one: Operation, storages: Set[StorageWeakRef]) -> Operation:
+    """Return an operation for which some storages have no bytes."""
+    reads = {storage: 0 if storage in storages else size for storage, size in one.reads.items()}
+    writes = {storage: 0 if storage in storages else size for storage, size in one.writes.items()}
+    return replace(one, reads=reads, writes=writes)
 
 
 def _add_times(trace: Trace, kernels: Sequence[MemoryKernel], speed: DeviceSpeed, fp8: float) -> CallCost:

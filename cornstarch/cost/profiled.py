@@ -82,7 +82,17 @@ class ProfiledCost:
             both = run.seconds(self._rounds, backward=True) if run.has_backward else forward
             backward, total = max(0.0, both - forward), analytic.input_gradient + analytic.weight_gradient
             of_inputs = backward * analytic.input_gradient / total if total else 0.0
-            cost = replace(analytic, forward=forward, input_gradient=of_inputs, weight_gradient=backward - of_inputs)
+            experts = analytic.experts
+            if experts is not None:
+                ratios = forward / analytic.forward if analytic.forward else 1.0, backward / total if total else 1.0
+                experts = experts.scale_times(*ratios)
+            cost = replace(
+                analytic,
+                forward=forward,
+                input_gradient=of_inputs,
+                weight_gradient=backward - of_inputs,
+                experts=experts,
+            )
             if self.placement.device.type != "cuda":
                 return cost
             kept, most = run.memory()

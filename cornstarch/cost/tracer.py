@@ -33,6 +33,7 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.kernels.shape_tracing import find_checkpointed_modules
 from cornstarch.models.multimodal_language_model.shape_inference import ShapeInferenceMode, ShapeTensor, is_float
 from cornstarch.parallel import wrapping_units
+from cornstarch.parallel.expert import find_experts
 from cornstarch.trees import map_tensors, tensors_in
 
 _aten = torch.ops.aten
@@ -49,6 +50,8 @@ _EXPERTS_PER_TOKEN = (
 )  # fmt: skip
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TILE = 128**2
+EXPERTS = "experts"
+"""The section of the operations inside modules of experts."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,10 @@ class Trace:
     """Bytes of keys and values."""
     saved: SavedTensors = field(default_factory=SavedTensors)
     """Empty if only FLOPs were traced."""
+    experts: set[StorageWeakRef] = field(default_factory=set)
+    """The weights of experts, and everything computed from them alone."""
+    sent_bytes: int = 0
+    """Bytes of the tokens that routers gave to experts: those of a token once for each of its experts."""
 
 
 # ---------------------------------------------------------------------------------------------------- entry points
@@ -170,6 +177,7 @@ def trace_memory(
     tracer = Tracer(module, SavedTensors(module), is_causal)
     saved = tracer.trace.saved
     with ExitStack() as stack:
+        stack.enter_context(tracer.record_experts(module))
         for layer in wrapping_units(module):  # the units of activation checkpointing
             stack.enter_context(saved.record_layer(layer))
         stack.enter_context(meta_kernels.attend_without_masks(module))
@@ -255,13 +263,16 @@ class Tracer(TorchDispatchMode):
             self.record_product(given, made, _count_flops(packet, arguments, named, result))
         elif given and made:
             self._inherit(given, made)
-            self.trace.operations.append(Operation(reads=_measure_storages(given), writes=_measure_storages(made)))
+            reads, writes = _measure_storages(given), _measure_storages(made)
+            self.trace.operations.append(Operation(reads=reads, writes=writes, section=self._section))
 
     def _inherit(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Treat what is computed from weights alone as weights."""
         if given and all(storage_of(one) in self._own for one in given):
             trained = any(self._own[storage_of(one)] for one in given)
             self._own.update({storage_of(one): trained for one in made})
+            if any(storage_of(one) in self.trace.experts for one in given):
+                self.trace.experts.update(map(storage_of, made))
 
     def record_product(self, given: Sequence[Tensor], made: Sequence[Tensor], flops: float, idle: float = 0.0) -> None:
         own = [self._own.get(storage_of(one)) for one in given]
@@ -280,6 +291,7 @@ class Tracer(TorchDispatchMode):
 
     def _record(self, operation: Operation, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         if self._has_bytes:
+            operation.section = self._section
             operation.reads, operation.writes = _measure_storages(given), _measure_storages(made)
             self.trace.saved.add_flops(operation.flops)
         else:
@@ -355,6 +367,23 @@ class Tracer(TorchDispatchMode):
             for name, module in sections.items():
                 stack.callback(module.register_forward_pre_hook(enter(name)).remove)
                 stack.callback(module.register_forward_hook(enter("")).remove)
+            yield
+
+    @contextmanager
+    def record_experts(self, model: nn.Module) -> Iterator[None]:
+        """Mark the operations of modules of experts, and count the tokens that they are given."""
+        found = find_experts(model)
+        self.trace.experts.update(storage_of(p) for one in found.values() for p in one.parameters(recurse=False))
+
+        def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            # Models have names of their own for the three: what they have in common is the order.
+            hidden, index, *_ = (*arguments, *named.values())
+            self.trace.sent_bytes += index.numel() * hidden.shape[-1] * hidden.element_size()
+
+        with ExitStack() as stack:
+            for one in found.values():
+                stack.enter_context(self.record_sections({EXPERTS: one}))
+                stack.callback(one.register_forward_pre_hook(count, with_kwargs=True).remove)
             yield
 
     def drop_unused_gradients(self, roots: Sequence[Tensor]) -> None:

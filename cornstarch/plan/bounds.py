@@ -34,7 +34,10 @@ class Bounds:
         whole = self.cost.batch / self.cost.samples
         self.work = {
             (module.name, tp, cp): min(
-                sum(self._rank_cost(number, (tp, cp, 1), whole, False, way).sums) for way in self._ways
+                sum(self._rank_cost(number, (tp, cp, 1), whole, False, way, ep).sums)
+                for way in self._ways
+                for ep in module.ep_sizes
+                if ep == 1 or tp * ep <= costs.cluster.devices
             )
             for number, module in enumerate(self.cost.modules)
             for tp in module.tp_sizes
@@ -45,12 +48,26 @@ class Bounds:
         self.states = [
             (
                 float(sum(layer.parameter_bytes for layer in module.layers)),
-                sum(layer.gradient_bytes for layer in module.layers),
+                float(sum(layer.gradient_bytes for layer in module.layers)),
                 float(self.cost.state_bytes * sum(layer.num_trainable for layer in module.layers)),
             )
             for module in self.cost.modules
         ]
         """By module, the bytes of its parameters, gradients and optimizer states."""
+        experts = [[one.experts for one in module.layers if one.experts is not None] for module in self.cost.modules]
+        self._experts = [
+            (
+                float(sum(one.parameter_bytes for one in own)),
+                float(sum(one.gradient_bytes for one in own)),
+                float(self.cost.state_bytes * sum(one.trained_parameters for one in own)),
+            )
+            for own in experts
+        ]
+
+    def _count_states(self, number: int, ep: int) -> tuple[float, ...]:
+        """Return the bytes of a module's parameters, gradients and states of which a rank has all but its shards."""
+        pairs = zip(self.states[number], self._experts[number], strict=True)
+        return tuple(whole - experts * (1 - 1 / ep) for whole, experts in pairs)
 
     def lower_bound_sizes(self, sizes: ParallelSizes) -> float:
         """Return the time of a step if the ranks of each module were always busy."""
@@ -67,10 +84,12 @@ class Bounds:
             total = 0.0
             for number in group:
                 tp, cp, _ = sizes.sizes[number]
-                parameters, gradients, states = self.states[number]
+                # Sharded fully, experts / ep over ranks / ep is as much as experts over all ranks.
+                is_whole = kind in ("ddp", "zero1")
+                parameters, gradients, states = self._count_states(number, sizes.get_ep(number) if is_whole else 1)
                 shards = sizes.dp * cp / (sizes.copies if kind == "hsdp" else 1)
                 if kind == "zero1":
-                    states /= shards
+                    states = self.states[number][2] / shards
                 elif kind != "ddp":
                     parameters, gradients, states = parameters / shards, gradients / shards, states / shards
                 total += (parameters + gradients + states) / tp
@@ -99,9 +118,7 @@ class Bounds:
                 tp, cp, _ = sizes.sizes[number]
                 parameters, _, optimizer = self.states[number]  # gradients may come when activations have gone
                 states += (parameters + optimizer) / (tp * sizes.dp * cp)
-                kept += float(
-                    self._rank_cost(number, sizes.sizes[number], samples, checkpointing[number], way).kept.sum()
-                )
+                kept += float(self._find_rank_cost(sizes, number, samples, checkpointing[number], way).kept.sum())
             shares = sum(1 / min(many, depth) for depth in range(1, stages + 1)) if is_plain else stages
             if max(kept / shares, (kept + states) / stages) > usable:
                 return False
@@ -126,7 +143,7 @@ class Bounds:
         self, sizes: ParallelSizes, checkpointing: tuple[bool, ...], many: int, is_plain: bool, way: bool
     ) -> float:
         samples = self.cost.batch / (sizes.dp * many) / self.cost.samples
-        found = [self._rank_cost(n, sizes.sizes[n], samples, again, way) for n, again in enumerate(checkpointing)]
+        found = [self._find_rank_cost(sizes, n, samples, again, way) for n, again in enumerate(checkpointing)]
         totals = [sum(one.sums) for one in found]
         bound = 0.0
         for group in sizes.groups:
@@ -149,7 +166,7 @@ class Bounds:
         backward pass that may hide it.
         """
         samples, bound, way = self.cost.batch / (sizes.dp * many) / self.cost.samples, 0.0, kind in GATHERED
-        found = [self._rank_cost(n, sizes.sizes[n], samples, again, way) for n, again in enumerate(checkpointing)]
+        found = [self._find_rank_cost(sizes, n, samples, again, way) for n, again in enumerate(checkpointing)]
         for group, (reduction, gather) in zip(sizes.groups, self._reduce(sizes, kind), strict=True):
             hidden = sum(sum(found[number].sums[1:]) for number in group)
             work = many * sum(sum(found[number].sums) for number in group)
@@ -161,30 +178,45 @@ class Bounds:
         """Return, by group of modules, the least seconds of reducing its gradients, and of gathering parameters."""
         copies = sizes.copies if kind == "hsdp" else 1
         candidate = build_candidate(sizes, (False,) * len(sizes.names), 1, ("1f1b", 1), "ddp", self._options)
-        links = find_links(candidate.spans, sizes.dp, self.costs.cluster, copies).groups
+        links = find_links(candidate.spans, sizes.dp, self.costs.cluster, copies, sizes.expert_sizes).groups
         found = []
         for group in sizes.groups:
             reduction = gather = 0.0
             for number in group:
-                (tp, cp, _), own = sizes.sizes[number], links[sizes.names[number]]
-                gradients, ranks = self.states[number][1] / tp, sizes.dp * cp
-                if kind == "ddp":
-                    reduction += all_reduce(gradients, ranks, own.data)
-                    continue
-                reduction += reduce_scatter(gradients, ranks // copies, own.data)
-                if copies > 1 and own.copies is not None:
-                    reduction += all_reduce(gradients * copies / ranks, copies, own.copies)
-                gather += all_gather(gradients, ranks, own.data) if kind == "zero1" else 0.0
+                (tp, cp, _), own, ep = sizes.sizes[number], links[sizes.names[number]], sizes.get_ep(number)
+                experts = self._experts[number][1] / tp if ep > 1 else 0.0
+                parts = (
+                    (self.states[number][1] / tp - experts, sizes.dp * cp, own.data),
+                    (experts / ep, sizes.dp * cp // ep, own.expert_data or own.data),
+                )
+                for gradients, ranks, link in parts:
+                    if not gradients:
+                        continue
+                    if kind == "ddp":
+                        reduction += all_reduce(gradients, ranks, link)
+                        continue
+                    reduction += reduce_scatter(gradients, ranks // copies, link)
+                    if copies > 1 and own.copies is not None:
+                        reduction += all_reduce(gradients * copies / ranks, copies, own.copies)
+                    gather += all_gather(gradients, ranks, link) if kind == "zero1" else 0.0
             found.append((reduction, gather))
         return tuple(found)
 
+    def _find_rank_cost(self, sizes: ParallelSizes, number: int, samples: float, again: bool, way: bool) -> RankCost:
+        return self._rank_cost(number, sizes.sizes[number], samples, again, way, sizes.get_ep(number))
+
     def _compute_rank_cost(
-        self, number: int, sizes: tuple[int, int, int], samples: float, again: bool, way: bool
+        self, number: int, sizes: tuple[int, int, int], samples: float, again: bool, way: bool, ep: int
     ) -> RankCost:
         """Return a module's costs if its ranks were as close as possible; `way`: as sharded kinds compute it."""
         tp, cp, _ = sizes
         cluster = self.costs.cluster
-        links = GroupLinks(cluster.link(range(tp)), cluster.link(range(tp * cp)), cluster.inside)
+        # Of groups that do not fill nodes, it depends on where they begin how fast they are.
+        fills = tp * ep % cluster.per_node == 0
+        experts = cluster.link(range(0, tp * ep, tp)) if fills else cluster.inside
+        links = GroupLinks(cluster.link(range(tp)), cluster.link(range(tp * cp)), cluster.inside, experts=experts)
         module = self.cost.modules[number]
-        flags = (again, *list_tp_options(module, tp, self.space))
-        return self.costs.rank_cost(ModuleSharding(module.name, tp, cp, samples, links, *flags, gathered=way))
+        sequence, vocabulary = list_tp_options(module, tp, self.space)
+        flags = again, sequence and ep == 1, vocabulary
+        ways = {"compiled": ep == 1, "gathered": way, "ep": ep}
+        return self.costs.rank_cost(ModuleSharding(module.name, tp, cp, samples, links, *flags, **ways))  # type: ignore[arg-type]

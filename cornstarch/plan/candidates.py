@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -71,6 +71,11 @@ class Candidate:
         return group_by_ranks([name for name, _ in self.modules], self.ranks)
 
     @cached_property
+    def expert_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The ep of the modules that share their experts out."""
+        return tuple((name, plan.ep) for name, plan in self.modules if plan.ep > 1)
+
+    @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The ranks of each group of modules in a replica."""
         return build_spans(dict(self.modules), self.sharing, self.ranks)
@@ -104,7 +109,8 @@ class Candidate:
         for name, plan in self.modules:
             parts = f" of {plan.virtual_stages} parts" if plan.virtual_stages > 1 else ""
             sizes = [f"{plan.stages} stages{parts}"] if plan.stages > 1 else []
-            sizes += [f"{axis} {size}" for axis, size in (("cp", plan.cp), ("tp", plan.tp)) if size > 1]
+            axes = ("cp", plan.cp), ("tp", plan.tp), ("ep", plan.ep)
+            sizes += [f"{axis} {size}" for axis, size in axes if size > 1]
             sizes += ["checkpointing"] if plan.activation_checkpointing else []
             words.append(f"{name} {' × '.join(sizes) or 'one rank'}")
         where = {"own": "own ranks", "colocated": "encoders together", "first_stage": "encoders in the first stage"}
@@ -145,6 +151,8 @@ class SearchSpace:
     same bytes are sent, and less is kept."""
     tp_vocabulary: bool = True
     """Whether embeddings and head are sharded, too: the head is computed once, not by every rank."""
+    ep_sizes: tuple[int, ...] | None = None
+    """Of modules with experts. Default: every size that divides them."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,16 @@ class ParallelSizes:
     dp: int
     copies: int = 1
     """Copies of hsdp, each sharded over the replicas of a node; 1: hsdp does not apply."""
+    eps: tuple[int, ...] = ()
+    """By module, the ranks that its experts are shared out over; (): not chosen yet, or none."""
+
+    def get_ep(self, number: int) -> int:
+        return self.eps[number] if self.eps else 1
+
+    @property
+    def expert_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The ep of the modules that share their experts out."""
+        return tuple((name, ep) for name, ep in zip(self.names, self.eps, strict=False) if ep > 1)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -269,8 +287,26 @@ def list_checkpointing(cost: RunCost, space: SearchSpace) -> list[tuple[bool, ..
 
 def list_kinds(sizes: ParallelSizes, space: SearchSpace) -> list[DataKind]:
     """Return the kinds of data parallelism that differ; only the first where there is no data parallelism."""
-    found = [kind for kind in space.kinds if kind != "hsdp" or sizes.copies > 1]
+    found = [kind for kind in space.kinds if kind != "hsdp" or (sizes.copies > 1 and _divides_copies(sizes))]
     return found[:1] if max(sizes.dp * cp for _, cp, _ in sizes.sizes) == 1 else found
+
+
+def _divides_copies(sizes: ParallelSizes) -> bool:
+    """Return whether ep divides the ranks of a copy of hsdp."""
+    shards = [sizes.dp * cp // sizes.copies for _, cp, _ in sizes.sizes]
+    return all(ranks % sizes.get_ep(number) == 0 for number, ranks in enumerate(shards))
+
+
+def list_expert_sizes(sizes: ParallelSizes, cost: RunCost, space: SearchSpace) -> list[ParallelSizes]:
+    """Return these sizes with every ep of the modules that have experts; ep divides the ranks with other tokens."""
+    options = []
+    for module, (_, cp, _) in zip(cost.modules, sizes.sizes, strict=True):
+        wanted = [ep for ep in module.ep_sizes if space.ep_sizes is None or ep in space.ep_sizes]
+        own = wanted if len(module.ep_sizes) > 1 else [1]
+        options.append([ep for ep in own if sizes.dp * cp % ep == 0])
+    if options == [[1]] * len(options):
+        return [sizes]
+    return [replace(sizes, eps=eps) for eps in product(*options)]
 
 
 def list_tp_options(module: ModuleCost, tp: int, space: SearchSpace) -> tuple[bool, bool]:
@@ -280,11 +316,13 @@ def list_tp_options(module: ModuleCost, tp: int, space: SearchSpace) -> tuple[bo
 
 
 @lru_cache(maxsize=65536)
-def _build_module_plan(sizes: Sizes, virtual: int, checkpointing: bool, options: tuple[bool, bool]) -> ModulePlan:
+def _build_module_plan(
+    sizes: Sizes, virtual: int, checkpointing: bool, options: tuple[bool, bool], ep: int
+) -> ModulePlan:
     tp, cp, stages = sizes
     return ModulePlan(
         tp=tp, cp=cp, stages=stages, virtual_stages=virtual, activation_checkpointing=checkpointing,
-        tp_sequence=options[0], tp_vocabulary=options[1],
+        tp_sequence=options[0] and ep == 1, tp_vocabulary=options[1], ep=ep,
     )  # fmt: skip
 
 
@@ -299,6 +337,8 @@ def list_schedules(sizes: ParallelSizes, microbatches: int, cost: RunCost, space
     if len(sizes.groups) == 1 and stages == 1:
         return [("1f1b", 1)]
     schedules = [(schedule, 1) for schedule in space.schedules if schedule != "interleaved"]
+    if sizes.expert_sizes:
+        schedules = [one for one in schedules if one[0] not in SPLIT_BACKWARD]
     if "interleaved" in space.schedules and stages > 1 and microbatches % stages == 0:
         most = len(cost.modules[-1].layers) // stages
         schedules += [("interleaved", virtual) for virtual in space.virtual if virtual <= most]
@@ -325,8 +365,10 @@ def build_candidate(
     """
     parts = [1] * (len(sizes.names) - 1) + [schedule[1]]
     modules = tuple(
-        (name, _build_module_plan(own, many, one, options[name][own[0] > 1]))
-        for name, own, many, one in zip(sizes.names, sizes.sizes, parts, checkpointing, strict=True)
+        (name, _build_module_plan(own, many, one, options[name][own[0] > 1], sizes.get_ep(number)))
+        for number, (name, own, many, one) in enumerate(
+            zip(sizes.names, sizes.sizes, parts, checkpointing, strict=True)
+        )
     )
     return Candidate(modules, sizes.ranks, kind, schedule[0], sizes.dp, microbatches)
 

@@ -124,7 +124,12 @@ def join_links(inside: Link, between: Link, nodes: int, members: int, one_ring: 
     own = dict((*inside.collectives, *between.collectives))
     each = [(kind, join(inside.of(kind), between.of(kind))) for kind in rings if kind in own]
     # Messages to one rank, and to all of them in turn, have the sender's card alone.
-    direct: list[tuple[Collective, Link]] = [(kind, between.of(kind)) for kind in ("all_to_all", "send")]
+    # A message to one rank has the sender's card alone; messages to all of them, what does not stay in the node.
+    away = (nodes - 1) * members / (nodes * members - 1)
+    near, far = inside.of("all_to_all"), between.of("all_to_all")
+    rate = min(far.rate / away, near.rate / (1 - away))
+    spread = Link(rate, away * far.latency + (1 - away) * near.latency)
+    direct: list[tuple[Collective, Link]] = [("all_to_all", spread), ("send", between.of("send"))]
     return replace(join(inside, between), collectives=(*each, *direct))
 
 

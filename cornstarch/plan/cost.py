@@ -10,7 +10,9 @@ rank here, and communication inside a layer is added:
 - zero3: parameters are gathered before each pass while the previous layer computes, so the longer of both counts. zero2
   keeps them from forward to backward, and gathers them for the forward pass of the next microbatch. On the cores of one
   machine, which both move parameters and compute, the times add up. In bf16 on GPUs, what is stored in float32 is
-  gathered in bf16, as in a run."""
+  gathered in bf16, as in a run.
+- ep: tokens go to the ranks of their experts and back, in each pass (`cornstarch.plan.expert_cost`). Nothing overlaps
+  with that. Sums of tp inside experts are of the tokens that came."""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from cornstarch.errors import ConfigError
 from cornstarch.plan.communication import all_gather, all_reduce
 from cornstarch.plan.data_statistics import interpolate
+from cornstarch.plan.expert_cost import ExpertCost, compute_exchange, share_out
 from cornstarch.plan.plan import LANGUAGE_MODEL
 from cornstarch.plan.rank_order import GroupLinks
 from cornstarch.plan.stage_graph import best_parts
@@ -81,6 +84,8 @@ class LayerCost:
     """Trained weights tied to an earlier layer (a tied head). Their gradients exist from this layer's backward on."""
     items: float = 0.0
     """Items of a microbatch that cp distributes whole: images or tiles of an encoder. 0: cp splits tokens evenly."""
+    experts: ExpertCost | None = None
+    """The part of all this that belongs to experts; None: it has none that could be shared out."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -114,6 +119,8 @@ class ModuleCost:
     """Sizes over which its sequences, or images, can be split."""
     tp_sequence: bool = True
     """Whether activations between its layers can be sharded along tokens."""
+    ep_sizes: tuple[int, ...] = (1,)
+    """Numbers of ranks over which its experts can be shared out."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -153,6 +160,9 @@ class RunCost:
     """Bytes of a gathered number with sharded kinds; None: as stored."""
     straggler: tuple[tuple[int, float], ...] = ()
     """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
+    expert_imbalance: float = 1.0
+    """With ep, the tokens of the busiest rank's experts over those of the mean: 1 / `expert_balance` of a run. It is
+    assumed that they are equal."""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.modules, key=lambda module: module.name == LANGUAGE_MODEL)  # stable, as in a Plan
@@ -162,6 +172,8 @@ class RunCost:
             raise ConfigError("There is no module to plan for.")
         if self.samples < 1 or self.batch < 1:
             raise ConfigError(f"samples = {self.samples}, batch = {self.batch}: expected at least 1.")
+        if not 1 <= self.expert_imbalance < float("inf"):
+            raise ConfigError(f"expert_imbalance = {self.expert_imbalance}: expected at least 1.")
         last = self.modules[-1].name
         for module in self.modules[:-1]:
             if module.feeds not in ((), (last,)):
@@ -208,6 +220,8 @@ class ModuleSharding:
     """Whether the layers are compiled, if the run compiles any."""
     gathered: bool = False
     """Whether the weights are gathered by a sharded kind, which computes in half precision."""
+    ep: int = 1
+    """Ranks that experts are shared out over."""
 
 
 def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | None = None) -> LayerCost:
@@ -222,8 +236,10 @@ def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | Non
     tokens = ceil(layer.items * samples / cp) / layer.items if layer.items and cp > 1 else samples / cp
     whole = layer.activation_bytes if not is_sharded else 0 if sharding.sequence else layer.whole_bytes
 
-    def scale_time(seconds: float) -> float:
-        return max(seconds * tokens / over, least) if seconds else 0.0
+    def scale_time(name: str, seconds: float) -> float:
+        # All experts are read, however few tokens there are.
+        fixed = min(seconds, layer.experts.get_weight_time(name)) if layer.experts is not None else 0.0
+        return max(((seconds - fixed) * tokens + fixed) / over, least) if seconds else 0.0
 
     def scale_activations(size: int) -> int:
         left = min(whole, size)
@@ -231,10 +247,10 @@ def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | Non
 
     return replace(
         layer,
-        forward=scale_time(layer.forward),
-        input_gradient=scale_time(layer.input_gradient),
-        weight_gradient=scale_time(layer.weight_gradient),
-        again=None if layer.again is None else scale_time(layer.again),
+        forward=scale_time("forward", layer.forward),
+        input_gradient=scale_time("input_gradient", layer.input_gradient),
+        weight_gradient=scale_time("weight_gradient", layer.weight_gradient),
+        again=None if layer.again is None else scale_time("forward", layer.again),
         parameters=-(-layer.parameters // over),
         parameter_bytes=-(-layer.parameter_bytes // over),
         trained_parameters=None if layer.trained_parameters is None else -(-layer.trained_parameters // over),
@@ -247,6 +263,7 @@ def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | Non
         shared_bytes=-(-layer.shared_bytes // over),
         whole_bytes=0,
         sums=layer.sums if is_sharded else 0,
+        experts=None if layer.experts is None else layer.experts.scale(tokens, over),
     )
 
 
@@ -264,6 +281,8 @@ class RankCost:
     """The communication of tp in all passes."""
     context: Numbers
     """The communication of cp in all passes."""
+    exchange: Numbers
+    """The communication of ep in all passes."""
     gather: Numbers
     """Gathering parameters, as far as computation does not hide it."""
     again: Numbers
@@ -323,9 +342,8 @@ def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -
     ).layers:  # layers of a stack mostly differ only in their names
         key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
         if key not in known:
-            one = scale_layer(layer, sharding, device)
-            gathered = count_gathered_bytes(one, cost.gathered_itemsize)
-            known[key] = one, _compute_row(one, sharding, upstream, gathered, pace)
+            one = scale_layer(share_out(layer, sharding.ep, cost.expert_imbalance), sharding, device)
+            known[key] = one, _compute_row(one, sharding, upstream, cost.gathered_itemsize, pace)
         one, row = known[key]
         layers.append(one)
         rows.append(row)
@@ -333,36 +351,46 @@ def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -
     return RankCost(tuple(layers), *np.array(rows, dtype=np.float64).T)
 
 
-def count_gathered_bytes(one: LayerCost, itemsize: int | None) -> int:
+def count_gathered_bytes(one: LayerCost | ExpertCost, itemsize: int | None) -> int:
     """Return the bytes of a layer's parameters as sharded kinds gather them; itemsize: None: as they are stored."""
     return one.parameter_bytes if itemsize is None else min(one.parameter_bytes, itemsize * one.parameters)
 
 
 def _compute_row(
-    one: LayerCost, sharding: ModuleSharding, upstream: bool, gathered: int, pace: CommunicationPace
+    one: LayerCost, sharding: ModuleSharding, upstream: bool, itemsize: int | None, pace: CommunicationPace
 ) -> tuple[float, ...]:
     """Return the numbers of a layer, in the order of `RankCost`; upstream: whether anything before it is trained.
 
-    `gathered`: bytes of its parameters as they are gathered.
+    `itemsize`: bytes of a number as it is gathered; None: as stored.
     """
     has_backward = upstream or one.trained
     links = sharding.links
     summed = one.output_bytes if one.sum_bytes is None else one.sum_bytes
     tensor = one.sums * all_reduce(summed, sharding.tp, links.tp) if sharding.tp > 1 else 0.0
+    exchange = exchange_back = 0.0
+    own = one.experts if sharding.ep > 1 else None
+    if own is not None:
+        assert links.experts is not None
+        exchange, exchange_back, copied = compute_exchange(own, sharding.ep, links.experts)
+        exchange, exchange_back = exchange + pace.copy(copied), exchange_back + pace.copy(copied)
+        if sharding.tp > 1 and one.sums:  # the partial sums of experts are added up before the tokens return
+            sent = all_reduce(own.sent_bytes / own.modules, sharding.tp, links.tp)
+            tensor += own.modules * (sent - all_reduce(summed, sharding.tp, links.tp))
     context = all_gather(one.kv_bytes, sharding.cp, links.cp) if sharding.cp > 1 else 0.0
     # A layer whose activations are all saved anyway, such as a head, is not recomputed.
     saves_all = one.activation_bytes_recomputed >= one.activation_bytes
     recomputed = sharding.checkpointing and has_backward and not saves_all
     again = (one.forward if one.again is None else one.again) if recomputed else 0.0
-    communication = tensor + context
+    communication = tensor + context + exchange
     forward = one.forward + communication
     inputs = again + (communication if recomputed else 0.0)
     inputs += one.input_gradient + tensor if upstream else 0.0
-    inputs += 2 * context if has_backward else 0.0
+    inputs += 2 * context + exchange_back if has_backward else 0.0
     weights = one.weight_gradient if one.trained else 0.0
     gather = 0.0
     if sharding.gathered_over > 1:
-        whole = all_gather(gathered, sharding.gathered_over, links.data)
+        gathered = count_gathered_bytes(one, itemsize)
+        whole = _gather_layer(one, gathered, sharding, itemsize)
         hidden = (forward, inputs + weights) if links.overlaps else (0.0, 0.0)
         late, later = (
             max(0.0, whole - one) + pace.slowdown * min(whole, one) + pace.copy(2 * gathered) for one in hidden
@@ -373,8 +401,19 @@ def _compute_row(
     times = 1 + recomputed
     tensor *= times + upstream
     context *= times + 2 * has_backward
+    exchange = exchange * times + exchange_back * has_backward
     kept = one.activation_bytes_recomputed if sharding.checkpointing else one.activation_bytes
     kept = kept if has_backward else 0
     working = one.activation_bytes - kept + one.working_bytes
     memory = (kept, working, one.gradient_bytes, one.shared_bytes)
-    return forward, inputs, weights, tensor, context, gather, again, *memory
+    return forward, inputs, weights, tensor, context, exchange, gather, again, *memory
+
+
+def _gather_layer(one: LayerCost, gathered: int, sharding: ModuleSharding, itemsize: int | None) -> float:
+    """Return the seconds of gathering a layer's parameters; those of shared experts from fewer ranks."""
+    links, ranks = sharding.links, sharding.gathered_over
+    if one.experts is None or sharding.ep == 1:
+        return all_gather(gathered, ranks, links.data)
+    experts = count_gathered_bytes(one.experts, itemsize)
+    own = all_gather(experts, ranks // sharding.ep, links.expert_data or links.data)
+    return all_gather(gathered - experts, ranks, links.data) + own

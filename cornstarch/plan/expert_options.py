@@ -89,13 +89,3 @@ def explain_expert_count(experts: int, size: int) -> str | None:
     fitting = ", ".join(str(number) for number in range(1, min(experts, 1024) + 1) if experts % number == 0)
     few = "fewer than one for each rank" if size > experts else "not equally many for each rank"
     return f"there are {experts} experts for ep = {size}, {few}. Use {fitting}."
-
-
-def check_predictable(plan: Plan) -> None:
-    """Refuse to predict what a plan with expert parallelism costs."""
-    if names := [name for name, module in plan.modules.items() if module.ep > 1]:
-        raise ConfigError(
-            f"modules.{names[0]}.ep = {plan.modules[names[0]].ep}: the time and memory of expert parallelism are not "
-            "predicted yet, because both depend on where a router sends tokens. The plan can be trained; to predict "
-            "or search, leave ep out."
-        )

@@ -290,25 +290,43 @@ def stage_memory(
     copies: int = 1,
     keeps: bool = False,
     gathered_itemsize: int | None = None,
+    ep: int = 1,
 ) -> Memory:
     """Return the memory of each of `ranks` ranks with the same layers, which are scaled to the rank, one unit each.
 
     `states`: bytes of the optimizer per trained parameter. `whole`: gradients are kept whole until the last microbatch,
     as in the stages of a pipeline; `keeps`: parameters stay gathered, too. `gathered_itemsize`: as in a `RunCost`.
+    `ep`: the ranks that experts are shared out over: ranks / ep have the same ones.
     """
     if kind not in PREDICTED:
         raise ConfigError(f"data.kind = {kind}: its steps cannot be predicted. Use one of {', '.join(PREDICTED)}.")
-    parameters = []
+    parameters: list[ParameterSize] = []
+    experts: list[ParameterSize] = []
     for unit, layer in enumerate(layers):
-        itemsize = round(layer.parameter_bytes / layer.parameters) if layer.parameters else 1
-        for numbers, trained in ((layer.num_trainable, True), (layer.parameters - layer.num_trainable, False)):
-            if numbers:
-                parameters.append(ParameterSize((numbers,), itemsize, trained, unit))
-    sizes = {(parameter.itemsize, False): StateSize(per_element=states) for parameter in parameters}
-    size = ModelSize(tuple(parameters), states=sizes)
+        total, trainable = layer.parameters, layer.num_trainable
+        itemsize = round(layer.parameter_bytes / total) if total else 1
+        if ep > 1 and (own := layer.experts) is not None:
+            total, trainable = total - own.parameters, trainable - own.trained_parameters
+            size = round(own.parameter_bytes / own.parameters)
+            experts += _build_sizes(own.parameters, own.trained_parameters, size, unit)
+            itemsize = round((layer.parameter_bytes - own.parameter_bytes) / total) if total else 1
+        parameters += _build_sizes(total, trainable, itemsize, unit)
     data = _build_data_plan(kind, keeps and kind in ("fsdp2", "hsdp"), gathered_itemsize == 2)
-    sharded = memory_of(size, data, ranks, copies=copies)
-    return replace(sharded, gradients=sum(one.bytes for one in size.trained)) if whole else sharded
+    found = []
+    for own_sizes, among in ((parameters, ranks), (experts, ranks // ep)):
+        state = {(one.itemsize, False): StateSize(per_element=states) for one in own_sizes}
+        model = ModelSize(tuple(own_sizes), states=state)
+        sharded = memory_of(model, data, among, copies=copies)
+        found.append(replace(sharded, gradients=sum(one.bytes for one in model.trained)) if whole else sharded)
+    rest, own_experts = found
+    # A layer and the experts inside it are gathered together.
+    names = ("parameters", "gradients", "optimizer", "buckets", "gathered", "unit")
+    return replace(rest, **{name: getattr(rest, name) + getattr(own_experts, name) for name in names})
+
+
+def _build_sizes(parameters: int, trained: int, itemsize: int, unit: int) -> list[ParameterSize]:
+    pairs = (trained, True), (parameters - trained, False)
+    return [ParameterSize((numbers,), itemsize, is_trained, unit) for numbers, is_trained in pairs if numbers]
 
 
 @lru_cache  # validation is slow, and a search asks thousands of times

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,10 +108,11 @@ class CostModel:
         keeps: bool,
     ) -> Memory:
         """Return the memory of some layers of a module."""
-        key = (sharding.module, sharding.tp, sharding.vocabulary, first, last, kind, ranks, whole, copies, keeps)
+        cut = sharding.tp, sharding.ep, sharding.vocabulary
+        key = (sharding.module, *cut, first, last, kind, ranks, whole, copies, keeps)
         if key not in self._memory:
             layers = self.rank_cost(sharding).layers[first:last]
-            how = whole, copies, keeps, self.cost.gathered_itemsize
+            how = whole, copies, keeps, self.cost.gathered_itemsize, sharding.ep
             self._memory[key] = stage_memory(layers, kind, ranks, self.cost.state_bytes, *how)
         return self._memory[key]
 
@@ -120,11 +121,12 @@ class CostModel:
     ) -> StepEnd:
         """Return the gradient reduction and optimizer of some layers of a module."""
         links = sharding.links
-        over = (links.data, links.copies, links.overlaps)
-        key = (sharding.module, sharding.tp, sharding.vocabulary, over, first, last, kind, ranks, copies, keeps)
+        over = (links.data, links.copies, links.overlaps, links.expert_data)
+        cut = sharding.tp, sharding.ep, sharding.vocabulary
+        key = (sharding.module, *cut, over, first, last, kind, ranks, copies, keeps)
         if key not in self._ends:
             layers, device = self.rank_cost(sharding).layers[first:last], self.cluster.device
-            how = links, device, copies, keeps, self.cost.gathered_itemsize
+            how = links, device, copies, keeps, self.cost.gathered_itemsize, sharding.ep
             self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, *how)
         return self._ends[key]
 
@@ -170,25 +172,49 @@ def compute_step_end(
     copies: int = 1,
     keeps: bool = False,
     gathered_itemsize: int | None = None,
+    ep: int = 1,
 ) -> StepEnd:
-    """Return the gradient reduction and the optimizer of a stage's layers; `keeps`: and its only gather of a step."""
-    link, shards = links.data, ranks // copies
+    """Return the gradient reduction and the optimizer of a stage's layers; `keeps`: and its only gather of a step.
+
+    `ep`: the ranks that experts are shared out over: fewer ranks have the same ones.
+    """
     trained = [layer for layer in layers if layer.num_trainable]
-    gradients = sum(layer.gradient_bytes for layer in trained)
-    numbers = sum(layer.num_trainable for layer in trained)
+    own = [layer.experts for layer in layers if layer.experts is not None] if ep > 1 else []
+    experts = _GroupBytes(
+        sum(one.gradient_bytes for one in own),
+        sum(one.trained_parameters for one in own),
+        sum(count_gathered_bytes(one, gathered_itemsize) for one in own) if keeps else 0.0,
+    )
+    rest = _GroupBytes(
+        sum(layer.gradient_bytes for layer in trained) - experts.gradients,
+        sum(layer.num_trainable for layer in trained) - experts.numbers,
+        (sum(count_gathered_bytes(layer, gathered_itemsize) for layer in layers) if keeps else 0.0) - experts.kept,
+    )
     bandwidth = getattr(device, "bandwidth", None)
-    # Gradients are read twice, for their norm and by the optimizer, which reads and writes parameters and states.
-    touched = (4 * gradients + 2 * states * numbers) / (1 if kind == "ddp" else shards)
+    touched = reduction = gather = 0.0
+    for one, among, link in ((rest, ranks, links.data), (experts, ranks // ep, links.expert_data or links.data)):
+        shards = among // copies
+        # Gradients are read twice, for their norm and by the optimizer, which reads and writes parameters and states.
+        touched += (4 * one.gradients + 2 * states * one.numbers) / (1 if kind == "ddp" else shards)
+        if among == 1:
+            continue
+        summed = one.gradients, among if kind == "ddp" else shards, link
+        reduction += (all_reduce if kind == "ddp" else reduce_scatter)(*summed) if one.gradients else 0.0
+        if copies > 1 and links.copies is not None:  # hsdp reduces within each copy, then each shard over the copies
+            reduction += all_reduce(one.gradients / shards, copies, links.copies) if one.gradients else 0.0
+        sent = one.gradients if kind == "zero1" else one.kept
+        gather += all_gather(sent, shards, link) if sent else 0.0
     optimizer = touched / (COPIES_REACH * bandwidth) if bandwidth else 0.0
-    if ranks == 1:
-        return StepEnd(0.0, len(trained), optimizer)
-    reduction = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, shards, link)
-    if copies > 1 and links.copies is not None:  # hsdp reduces within each copy first, then each shard over the copies
-        reduction += all_reduce(gradients / shards, copies, links.copies)
-    kept = sum(count_gathered_bytes(layer, gathered_itemsize) for layer in layers) if keeps else 0.0
-    sent = gradients if kind == "zero1" else kept
-    gather = all_gather(sent, shards, link) if sent else 0.0
-    return StepEnd(reduction if trained else 0.0, len(trained), optimizer, gather, overlaps=links.overlaps)
+    return StepEnd(reduction, len(trained), optimizer, gather, overlaps=links.overlaps)
+
+
+class _GroupBytes(NamedTuple):
+    """Sizes of parameters that the same ranks have."""
+
+    gradients: float
+    numbers: int
+    kept: float
+    """Bytes that are gathered once in a step."""
 
 
 def check_candidate(candidate: Candidate, cost: RunCost, cluster: Cluster) -> None:
@@ -206,6 +232,13 @@ def check_candidate(candidate: Candidate, cost: RunCost, cluster: Cluster) -> No
         layers, parts = len(cost.module(name).layers), plan.stages * plan.virtual_stages
         if parts > layers:
             raise ConfigError(f"{name} has {layers} layers, which cannot be split into {parts} parts.")
+        sizes, ranks = cost.module(name).ep_sizes, candidate.dp * plan.cp // candidate.copies(cluster.per_node)
+        if plan.ep > 1 and (plan.ep not in sizes or ranks % plan.ep):
+            few = [str(size) for size in sizes if ranks % size == 0]
+            raise ConfigError(
+                f"modules.{name}.ep = {plan.ep}: its experts cannot be shared out so over {ranks:,} ranks. Use "
+                f"{' or '.join(few)}."
+            )
     if candidate.world > cluster.devices:
         raise ConfigError(f"The plan takes {candidate.world:,} ranks; the cluster has {cluster.devices:,}.")
     many = candidate.copies(cluster.per_node)
@@ -224,7 +257,7 @@ class PipelineCost:
         check_candidate(candidate, costs.cost, costs.cluster)
         self.candidate, self.costs = candidate, costs
         self.model_copies = candidate.copies(costs.cluster.per_node)
-        self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies)
+        self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies, candidate.expert_sizes)
         self.plans = dict(candidate.modules)
         is_sharded = candidate.is_pipeline and candidate.kind in GATHERED
         self.keeps = is_sharded and keeps_gathered(candidate.kind, None, is_pipeline=True)
@@ -241,7 +274,8 @@ class PipelineCost:
             gathered = self.replicas[name] // self.model_copies if in_passes else 1, candidate.kind != "zero2"
             links = self.links.groups[name]
             compiled = explain_uncompiled(candidate.schedule if candidate.is_pipeline else None) is None
-            how = *flags, *gathered, compiled, candidate.kind in GATHERED
+            # As `explain_eager_modules` says.
+            how = *flags, *gathered, compiled and plan.ep == 1, candidate.kind in GATHERED, plan.ep
             self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *how)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         *self.encoders, self.last = self.plans

@@ -65,6 +65,8 @@ class TimeBreakdown:
     """For the replica with the largest samples."""
     slowest: float = 0.0
     """For the slowest device: equal devices differ (`Device.spread`)."""
+    exchange: float = 0.0
+    """Tokens between the ranks that share experts out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +117,7 @@ class Prediction:
         words = {
             "tensor": "sums over tensor-parallel ranks take",
             "context": "exchanging keys and values takes",
+            "exchange": "sending tokens to experts and back takes",
             "gather": "waiting for sharded parameters takes",
             "data": "summing gradients over replicas, beyond what backward hides, takes",
             "recompute": "computing activations again takes",
@@ -201,15 +204,15 @@ def _break_down(pipeline: PipelineCost, step: float) -> TimeBreakdown:
     work = [many * sum(stage.total for stage in stages) for stages in pipeline.places]
     busy = [one + tail for one, tail in zip(work, pipeline.tails, strict=True)]
     place = max(range(len(busy)), key=busy.__getitem__)
-    sums = dict.fromkeys(("total", "again", "tensor", "context", "gather"), 0.0)
+    sums = dict.fromkeys(("total", "again", "tensor", "context", "gather", "exchange"), 0.0)
     for stage in pipeline.places[place]:
         for name in sums:
             column = getattr(pipeline.rank_costs[stage.module], name)
             sums[name] += many * float(column[stage.first : stage.last].sum())
-    total, again, tensor, context, gather = sums.values()
-    compute, optimizer = total - tensor - context - gather - again, pipeline.ends[place].optimizer
+    total, again, tensor, context, gather, exchange = sums.values()
+    compute, optimizer = total - tensor - context - gather - again - exchange, pipeline.ends[place].optimizer
     data, wait = pipeline.tails[place] - optimizer, max(0.0, step - busy[place])
-    return TimeBreakdown(compute, again, tensor, context, gather, data, optimizer, wait)
+    return TimeBreakdown(compute, again, tensor, context, gather, data, optimizer, wait, exchange=exchange)
 
 
 def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
@@ -229,6 +232,7 @@ def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
     texts = {
         "tensor": f"tp = {last.tp} of {last_name}{where}: its all-reduce takes {part:.0%} of the step",
         "context": f"cp = {last.cp} of {last_name}: exchanging keys and values takes {part:.0%} of the step",
+        "exchange": f"ep = {last.ep} of {last_name}: sending tokens to experts takes {part:.0%} of the step",
         "gather": f"{candidate.kind}: waiting for sharded parameters takes {part:.0%} of the step",
         "data": f"dp = {candidate.dp}: summing gradients beyond what backward hides takes {part:.0%} of the step",
         "recompute": f"activation checkpointing: computing again takes {part:.0%} of the step",

@@ -157,6 +157,10 @@ class GroupLinks:
     """Of the ranks with the same parameters; with hsdp, of one copy."""
     copies: Link | None = None
     """hsdp: between the ranks with the same shard of each copy."""
+    experts: Link | None = None
+    """ep: between the ranks that have all experts together."""
+    expert_data: Link | None = None
+    """ep: of the ranks with the same experts; with hsdp, of one copy."""
     overlaps: bool = True
     """Whether gradients and parameters move over `data` while ranks compute; else one follows the other."""
 
@@ -176,8 +180,18 @@ _place_spans_once = lru_cache(maxsize=8192)(place_spans)
 
 
 @lru_cache(maxsize=8192)
-def find_links(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int = 1) -> PipelineLinks:
-    """Return the slowest link that any group of each kind crosses; copies: those of hsdp."""
+def find_links(
+    spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int = 1, experts: tuple[tuple[str, int], ...] = ()
+) -> PipelineLinks:
+    """Return the slowest link that any group of each kind crosses.
+
+    Args:
+        spans: The ranks of modules in a replica.
+        dp: Replicas.
+        cluster: What they are on.
+        copies: Those of hsdp.
+        experts: The ep of modules that have any, by name.
+    """
     placement = _place_spans_once(spans, dp, cluster.per_node)
     groups: dict[str, GroupLinks] = {}
     stages: dict[str, tuple[Link, ...]] = {}
@@ -208,6 +222,12 @@ def find_links(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int =
         between = tuple(cluster.between if out else cluster.inside for out in leaves)
         for name in span.modules:
             groups[name], stages[name], to_language_model[name] = one, between, onward
+            ep = dict(experts).get(name, 1)
+            if ep > 1:  # the innermost of the ranks that have tokens of their own
+                cut = data.reshape(-1, ep)
+                same = cut.reshape(copies, -1, ep).transpose(0, 2, 1).reshape(copies * ep, -1)
+                links = _slowest_of_groups(cluster, cut), _slowest_of_groups(cluster, same)
+                groups[name] = replace(one, experts=links[0], expert_data=links[1])
     return PipelineLinks(groups, stages, to_language_model)
 
 

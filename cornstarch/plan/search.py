@@ -183,9 +183,12 @@ def _list_smallest(
                 # The fewest and the most microbatches: one needs no memory for earlier gradients, many are small.
                 many = candidates.list_microbatches(sizes, cost, space)
                 few = dict.fromkeys((*many[-1:], *many[:1]))
-                for number, checkpointing in product(few, candidates.list_checkpointing(cost, space)[::order]):
-                    for candidate in candidates.complete_sizes(sizes, checkpointing, number, cost, space):
-                        yield sizes, candidate
+                # The most ranks for experts need least memory.
+                shared = candidates.list_expert_sizes(sizes, cost, space)[::-1]
+                again = candidates.list_checkpointing(cost, space)[::order]
+                for number, checkpointing, cut in product(few, again, shared):
+                    for candidate in candidates.complete_sizes(cut, checkpointing, number, cost, space):
+                        yield cut, candidate
 
 
 def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -> Cluster | None:
@@ -285,12 +288,14 @@ class _BestFirstSearch:
         cost, space = self.costs.cost, self.space
         if isinstance(entry, ParallelSizes):
             slow = self._find_slowest(entry)
-            if any(self.bounds.fits(entry, kind) for kind in candidates.list_kinds(entry, space)):
-                for many in candidates.list_microbatches(entry, cost, space):
+            for cut in candidates.list_expert_sizes(entry, cost, space):
+                if not any(self.bounds.fits(cut, kind) for kind in candidates.list_kinds(cut, space)):
+                    continue
+                for many in candidates.list_microbatches(cut, cost, space):
                     for checkpointing in candidates.list_checkpointing(cost, space):
-                        choices = _Microbatches(entry, checkpointing, many)
+                        choices = _Microbatches(cut, checkpointing, many)
                         bound = slow * self.bounds.lower_bound_microbatches(*choices, is_plain=False)
-                        if bound < limit and self.bounds.fits_activations(entry, checkpointing, many, is_plain=False):
+                        if bound < limit and self.bounds.fits_activations(cut, checkpointing, many, is_plain=False):
                             yield bound, choices
         elif isinstance(entry, _Microbatches):
             yield from self._choose_schedule(entry, limit)
@@ -358,6 +363,9 @@ def _search_alternatives(costs: CostModel, space: SearchSpace, best: Prediction)
     spaces = [replace(space, ranks=(ranks,)) for ranks in space.ranks if ranks != here and len(candidate.modules) > 1]
     spaces += [replace(space, least_tp=size) for size in sorted(size for size in last.tp_sizes if size > tp)[:1]]
     spaces += [replace(space, most_stages=1)] if stages > 1 else [replace(space, least_stages=2)]
+    if len(last.ep_sizes) > 1:
+        others = last.ep_sizes[1:] if candidate.modules[-1][1].ep == 1 else (1,)
+        spaces.append(replace(space, ep_sizes=tuple(others)))
     kinds: tuple[DataKind, ...] = ("ddp", "zero3")
     spaces += [replace(space, kinds=(kind,)) for kind in kinds if kind in space.kinds and kind != candidate.kind]
     for one in spaces:
@@ -369,7 +377,8 @@ def _kind_of(prediction: Prediction) -> tuple[Any, ...]:
     """Return the properties in which plans of different kinds differ."""
     candidate = prediction.candidate
     last = candidate.modules[-1][1]
-    return candidate.ranks, last.tp, last.stages > 1, last.cp > 1, candidate.kind in ("zero2", "zero3", "hsdp")
+    sharded = candidate.kind in ("zero2", "zero3", "hsdp")
+    return candidate.ranks, last.tp, last.stages > 1, last.cp > 1, last.ep > 1, sharded
 
 
 def _polish(best: Prediction, seen: list[Prediction], costs: CostModel, space: SearchSpace) -> Prediction:
@@ -384,7 +393,7 @@ def _polish(best: Prediction, seen: list[Prediction], costs: CostModel, space: S
 def _reschedule(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     """Yield a candidate with other schedules that can run it, with the best cut for each."""
     *before, (name, last) = candidate.modules
-    again = any(plan.activation_checkpointing for _, plan in candidate.modules)
+    again = any(plan.activation_checkpointing or plan.ep > 1 for _, plan in candidate.modules)
     several = len(space.schedules) > 1 or "zero_bubble" in space.schedules
     is_short = candidate.microbatches * last.stages <= _MOST_PASSES
     if several and candidate.is_pipeline and not again and candidate.kind in ("ddp", "zero1") and is_short:

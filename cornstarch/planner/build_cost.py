@@ -28,13 +28,14 @@ from cornstarch.plan import cluster
 from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.plan.data_statistics import DataStatistics, load_yaml, write_text
+from cornstarch.plan.expert_cost import ExpertCost
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
 from cornstarch.planner.gathered_weights import gathers_halves, halve_weights, keep_sizes
 from cornstarch.planner.module_sizes import build_module_cost
 from cornstarch.tasks.build import build_calls, build_meta_model
 
 _MEASURED_ON = "measured_on"
-_TUPLES = ("feeds", "tp_sizes", "cp_sizes")
+_TUPLES = ("feeds", "tp_sizes", "cp_sizes", "ep_sizes")
 _MODULES = ("modules", "eager", "gathered", "gathered_eager")
 
 
@@ -267,6 +268,7 @@ def _build_layer(
         again=sum(one.forward for _, one in layers),
         shared_bytes=sum(p.numel() * p.element_size() for p in shared),
         items=float(items),
+        experts=cost.experts,
     )
 
 
@@ -389,10 +391,18 @@ def _read_modules(key: str, data: Any) -> tuple[ModuleCost, ...]:
         where = f"{key}.{name}"
         if not isinstance(module, Mapping) or not isinstance(module.get("layers"), list):
             raise ConfigError(f"{where}: expected `layers`, a list.")
-        layers = tuple(_read(LayerCost, f"{where}.layers[{n}]", one) for n, one in enumerate(module["layers"]))
+        layers = tuple(_read_layer(f"{where}.layers[{n}]", one) for n, one in enumerate(module["layers"]))
         values = {name: tuple(value) if name in _TUPLES else value for name, value in module.items()}
         modules.append(_read(ModuleCost, where, {**values, "name": name, "layers": layers}))
     return tuple(modules)
+
+
+def _read_layer(where: str, data: Any) -> LayerCost:
+    experts = data.get("experts") if isinstance(data, Mapping) else None
+    if experts is not None:
+        data = {**data, "experts": _read(ExpertCost, f"{where}.experts", experts)}
+    layer: LayerCost = _read(LayerCost, where, data)
+    return layer
 
 
 def _read(kind: type, where: str, data: Any) -> Any:

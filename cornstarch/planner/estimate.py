@@ -23,7 +23,6 @@ from cornstarch.plan.cluster import Cluster, Device, Link, this_cpu
 from cornstarch.plan.cost import ModuleSharding, RunCost, compute_rank_cost
 from cornstarch.plan.data_options import choose_sharded_dtypes, data_conflicts
 from cornstarch.plan.data_statistics import DataStatistics
-from cornstarch.plan.expert_options import check_predictable
 from cornstarch.plan.layout import check_executable
 from cornstarch.plan.low_bandwidth_cost import StepTime, SyncedParameters, SyncOption, compare_sync_options, recommend
 from cornstarch.plan.memory import Memory, memory_of
@@ -295,7 +294,6 @@ def estimate_plan(
     plan, per_node = config.parallel, min(ranks_per_node, world)
     Layout.of(plan, world, ranks_per_node)
     check_executable(plan)
-    check_predictable(plan)
     if world % per_node:
         raise ConfigError(f"world = {world}: expected a multiple of {per_node}, the ranks on each node.")
     model, _ = build_run_model(config, device)

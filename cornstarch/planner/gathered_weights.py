@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from cornstarch.plan.cost import ModuleCost
+from cornstarch.plan.cost import LayerCost, ModuleCost
+from cornstarch.plan.expert_cost import ExpertCost
 
 
 def gathers_halves(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> bool:
@@ -33,9 +34,15 @@ def keep_sizes(modules: Sequence[ModuleCost], stored: Sequence[ModuleCost]) -> t
         replace(
             one,
             layers=tuple(
-                replace(layer, **{name: getattr(own, name) for name in names})
+                replace(layer, **{name: getattr(own, name) for name in names}, experts=_keep_expert_sizes(layer, own))
                 for layer, own in zip(one.layers, other.layers, strict=True)
             ),
         )
         for one, other in zip(modules, stored, strict=True)
     )
+
+
+def _keep_expert_sizes(layer: LayerCost, stored: LayerCost) -> ExpertCost | None:
+    if layer.experts is None or stored.experts is None:
+        return None
+    return replace(layer.experts, parameter_bytes=stored.experts.parameter_bytes)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import gcd
 
 from torch import nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.parallel.context.batch import check_tokens
+from cornstarch.parallel.expert import check_expert_plan, find_experts
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.tensor.regions import plan_regions
 from cornstarch.parallel.tensor.shard_layers import check_tensor_plan
 from cornstarch.plan.cost import LayerCost, ModuleCost
@@ -40,7 +43,18 @@ def build_module_cost(
         layers = [replace(one, tp_cuts="never") if one.tp_cuts == "vocabulary" else one for one in layers]
     # Encoders keep their activations whole: it is for language models that sharding them is tested.
     sequence = not isinstance(part, ModalEncoderModule) and _can_shard(part, max(tp), sequence=True)
-    return ModuleCost(name, tuple(layers), tp_sizes=tp, cp_sizes=cp, tp_sequence=sequence)
+    ep = _list_expert_sizes(part)
+    return ModuleCost(name, tuple(layers), tp_sizes=tp, cp_sizes=cp, tp_sequence=sequence, ep_sizes=ep)
+
+
+def _list_expert_sizes(part: nn.Module) -> tuple[int, ...]:
+    """Return the numbers of ranks over which the experts of a module can be shared out."""
+    counts = [int(one.__dict__["num_experts"]) for one in find_experts(unwrap(part)).values()]
+    try:
+        check_expert_plan(part, 1)
+    except ConfigError:  # it has none, or none that can be cut
+        return (1,)
+    return tuple(size for size in range(1, gcd(*counts) + 1) if gcd(*counts) % size == 0)
 
 
 def _can_shard(part: nn.Module, tp: int, sequence: bool = False, vocabulary: bool = False) -> bool:

@@ -15,7 +15,6 @@ from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, device, resize_cluster, this_cpu
 from cornstarch.plan.cost import RunCost
-from cornstarch.plan.expert_options import check_predictable
 from cornstarch.plan.layout import Layout, unexecutable
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
 from cornstarch.plan.predict import Prediction, predict
@@ -81,7 +80,7 @@ def plan_run(
     needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
     modules = cost.modules
     if needs_whole_modules:
-        modules = tuple(replace(one, tp_sizes=(1,), cp_sizes=(1,)) for one in modules)
+        modules = tuple(replace(one, tp_sizes=(1,), cp_sizes=(1,), ep_sizes=(1,)) for one in modules)
     space = space or (WITHOUT_PIPELINE if needs_whole_modules else SearchSpace())
     # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
     allowed, polish = replace(cost, modules=modules, batch=config.loop.batch_size), config.fp8 == "off"
@@ -111,7 +110,6 @@ def predict_own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnP
     try:
         if reasons := unexecutable(plan):
             raise ConfigError(reasons[0])
-        check_predictable(plan)
         starts: dict[
             str, tuple[int, ...]
         ] = {}  # the first layer of each part, if the plan says how many layers they have

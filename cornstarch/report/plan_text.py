@@ -20,6 +20,7 @@ TIME_PARTS = {
     "recompute": "recomputing activations",
     "tensor": "tensor-parallel all-reduces",
     "context": "exchanging keys and values",
+    "exchange": "sending tokens to experts and back",
     "gather": "waiting for sharded parameters",
     "data": "summing gradients over replicas",
     "optimizer": "the optimizer",
@@ -42,7 +43,8 @@ def describe_choice(choice: Candidate) -> list[str]:
     for name, plan in choice.modules:
         parts = f" of {plan.virtual_stages} parts" if plan.virtual_stages > 1 else ""
         sizes = [f"{plan.stages} stages{parts}"] if plan.stages > 1 else []
-        sizes += [f"{axis} {size}" for axis, size in (("cp", plan.cp), ("tp", plan.tp)) if size > 1]
+        axes = ("cp", plan.cp), ("tp", plan.tp), ("ep", plan.ep)
+        sizes += [f"{axis} {size}" for axis, size in axes if size > 1]
         again = ", checkpointing" if plan.activation_checkpointing else ""
         lines.append(f"{name}: {' × '.join(sizes) or 'one rank'}{again}")
     common = [f"dp {choice.dp} ({choice.kind})", pluralize(choice.microbatches, "microbatch", "microbatches")]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 from cornstarch.plan import candidates
 from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, Device, Link
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
+from cornstarch.plan.expert_cost import ExpertCost
 
 GIB = 2**30
 
@@ -86,6 +89,40 @@ def enumerate_candidates(cost: RunCost, cluster: Cluster, space: SearchSpace | N
     """Yield every candidate of a space."""
     space = space or SearchSpace()
     for sizes in candidates.enumerate_sizes(cost, cluster, space):
-        for microbatches in candidates.list_microbatches(sizes, cost, space):
-            for checkpointing in candidates.list_checkpointing(cost, space):
-                yield from candidates.complete_sizes(sizes, checkpointing, microbatches, cost, space)
+        for cut in cut_experts(sizes, cost):
+            for microbatches in candidates.list_microbatches(cut, cost, space):
+                for checkpointing in candidates.list_checkpointing(cost, space):
+                    yield from candidates.complete_sizes(cut, checkpointing, microbatches, cost, space)
+
+
+def cut_experts(sizes: candidates.ParallelSizes, cost: RunCost) -> Iterator[candidates.ParallelSizes]:
+    """Yield sizes with every number of ranks that a plan may share experts out over, by trying all numbers."""
+    for eps in product(*(range(1, max(module.ep_sizes) + 1) for module in cost.modules)):
+        every = zip(cost.modules, sizes.sizes, eps, strict=True)
+        if all(ep in module.ep_sizes and (sizes.dp * cp) % ep == 0 for module, (_, cp, _), ep in every):
+            yield replace(sizes, eps=eps)
+
+
+def add_experts(cost: RunCost, draw: random.Random) -> RunCost:
+    """Return a run in which some layers of the last module have experts, slower layers if they are shared out."""
+    *before, last = cost.modules
+    many = draw.choice([2, 4, 6])
+    share, sent, moved = draw.choice([0.5, 0.9]), draw.choice([10**3, 10**5]), draw.choice([0.0, 0.3])
+    slower, layers, plain = draw.choice([1.0, 1.2]), [], []
+    for number, one in enumerate(last.layers):
+        if draw.random() < 0.3 and number:
+            layers.append(one)
+            plain.append(one)
+            continue
+        own = ExpertCost(
+            int(one.parameters * share), int(one.parameters * share) * 2, int(one.num_trainable * share), sent, many,
+            kept_bytes=one.activation_bytes // 2, tokens_forward=one.forward / 2, weights_forward=one.forward * moved,
+            tokens_input_gradient=one.input_gradient / 2, weights_weight_gradient=one.weight_gradient * moved,
+        )  # fmt: skip
+        layers.append(replace(one, experts=own))
+        times = {name: getattr(one, name) * slower for name in ("forward", "input_gradient", "weight_gradient")}
+        plain.append(replace(one, **times, experts=own))
+    sizes = tuple(size for size in range(1, many + 1) if many % size == 0)
+    modules = (*before, replace(last, layers=tuple(layers), ep_sizes=sizes))
+    eager = (*before, replace(last, layers=tuple(plain), ep_sizes=sizes))
+    return replace(cost, modules=modules, eager=eager, expert_imbalance=draw.choice([1.0, 1.5]))

@@ -159,7 +159,12 @@ def test_groups_over_nodes_send_single_messages_over_one_card() -> None:
     each = (("all_gather", Link(40e9, 0.0)), ("send", Link(30e9, 0.0)))
     between = Link(50e9, 0.0, each)  # type: ignore[arg-type]
     link = c.join_links(Link(450e9, 0.0), between, nodes=2, members=8)
-    assert link.of("send").rate == 30e9 and link.of("all_to_all").rate == 50e9
+    assert link.of("send").rate == 30e9
+    # Of what a rank sends, 8 of 15 parts leave the node.
+    assert link.of("all_to_all").rate == pytest.approx(50e9 * 15 / 8)
+    slow = c.join_links(Link(60e9, 0.0), between, nodes=2, members=8)  # 7 of 15 parts stay in it
+    assert slow.of("all_to_all").rate == pytest.approx(50e9 * 15 / 8)
+    assert c.join_links(Link(20e9, 0.0), between, 2, 8).of("all_to_all").rate == pytest.approx(20e9 * 15 / 7)
     assert link.of("all_gather").rate == 8 * 40e9 and link.of("all_reduce").rate == 8 * 50e9
 
 

@@ -11,11 +11,11 @@ import pytest
 from cornstarch.plan.candidates import SearchSpace
 from cornstarch.plan.cluster import Cluster
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
-from cornstarch.plan.layout import unexecutable
+from cornstarch.plan.layout import Layout, unexecutable
 from cornstarch.plan.pipeline_cost import CostModel
 from cornstarch.plan.predict import predict
 from cornstarch.plan.search import TOLERANCE, search
-from tests.plan.runs import cluster, enumerate_candidates, layer, module, random_run
+from tests.plan.runs import add_experts, cluster, enumerate_candidates, layer, module, random_run
 
 INSTANCES = 200
 SMALL = SearchSpace(kinds=("ddp", "zero3", "hsdp"))
@@ -65,6 +65,42 @@ def test_search_equals_brute_force_where_sharded_kinds_compute_otherwise() -> No
             assert least * (1 - 1e-9) <= best.step <= least / (1 - TOLERANCE) * (1 + 1e-9), number
             winners.add(best.candidate.kind)
     assert {"ddp", "zero3"} <= winners
+
+
+def test_search_equals_brute_force_with_experts_over_ranks() -> None:
+    """Every number of ranks for experts, with every kind, schedule and memory limit; several win with ep."""
+    draw, winners, fitting = random.Random(3), set(), 0
+    space = SearchSpace(kinds=("ddp", "zero1", "zero3", "hsdp"), schedules=("1f1b", "interleaved", "zero_bubble"))
+    for number in range(40):
+        cost, machines = random_run(draw)
+        cost = add_experts(cost, draw)
+        costs = CostModel(cost, machines)
+        every = (predict(candidate, costs, machines) for candidate in enumerate_candidates(cost, machines, space))
+        least = min((one.step for one in every if one.fits), default=None)
+        best = search(cost, machines, space, runners_up=0, polish=False).best
+        assert (best is None) == (least is None), number
+        if best is not None and least is not None:
+            assert least * (1 - 1e-9) <= best.step <= least / (1 - TOLERANCE) * (1 + 1e-9), number
+            fitting += 1
+            winners |= {(best.candidate.kind, ep) for _, ep in best.candidate.expert_sizes}
+    assert fitting > 20
+    assert {kind for kind, _ in winners} >= {"ddp", "zero3"} and {ep for _, ep in winners} >= {2, 4}, winners
+
+
+def test_candidates_with_experts_over_ranks_are_executable() -> None:
+    draw = random.Random(9)
+    shared = 0
+    for _ in range(15):
+        cost, machines = random_run(draw)
+        cost = add_experts(cost, draw)
+        every = list(enumerate_candidates(cost, machines))
+        for candidate in draw.sample(every, min(40, len(every))):
+            assert unexecutable(candidate.plan) == []
+            plan = replace(candidate.plan, data=replace(candidate.plan.data, replicate=None))
+            if candidate.kind != "hsdp":
+                assert Layout.of(plan, candidate.world, machines.per_node).dp == candidate.dp
+            shared += bool(candidate.expert_sizes)
+    assert shared > 50
 
 
 def compute_otherwise(layer: LayerCost, faster: float, smaller: float) -> LayerCost:

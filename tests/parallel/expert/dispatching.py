@@ -13,8 +13,9 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from cornstarch.cost.tracer import trace_memory
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.expert import measure_balance, shard_experts
+from cornstarch.parallel.expert import dispatch, measure_balance, shard_experts
 from cornstarch.parallel.tensor import gather_full_tensors
 
 EXPERTS, WIDTH, CHOSEN = 4, 8, 2
@@ -101,3 +102,30 @@ def refused() -> list[str]:
         except ConfigError as error:
             said.append(str(error))
     return said
+
+
+def count_bytes() -> dict[str, Any]:
+    """Return the bytes that this rank sends to others in each all-to-all, and those that a trace says are dispatched.
+
+    Every expert gets equally many tokens of every rank.
+    """
+    rank, ranks, counted = dist.get_rank(), dist.get_world_size(), list[int]()
+    whole = experts("mixtral", "grouped_mm")
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+    shared = shard_experts(nn.Sequential(copy.deepcopy(whole)), mesh["ep"], mesh["dp"])
+    hidden, _, weights = tokens_of(rank, [8] * ranks, list(range(EXPERTS)))
+    index = torch.arange(8 * CHOSEN).reshape(8, CHOSEN) % EXPERTS
+    exchange = dispatch.all_to_all_single
+
+    def count(received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Any) -> Any:
+        counted.append(sum(rows for to, rows in enumerate(send) if to != rank) * sent[0].nbytes)
+        return exchange(received, sent, receive, send, group=group)
+
+    dispatch.all_to_all_single = count
+    try:
+        run(shared[0], (hidden, index, weights))
+    finally:
+        dispatch.all_to_all_single = exchange
+    given = tuple(one.to("meta") for one in (hidden, index, weights))
+    bare = whole.to("meta")
+    return {"sent": counted, "traced": trace_memory(bare, lambda: bare(*given), torch.float32).sent_bytes}
