@@ -108,11 +108,14 @@ def write_run(folder: Path, case: Case, devices: int, batch: int) -> tuple[Path,
 
 def plan_as_command(run: str, machines: Cluster) -> tuple[list[float], SearchResult]:
     """Plan as `cornstarch plan` does; return the CPU seconds after each phase."""
+    from cornstarch.cli import import_quickly
     from cornstarch.config.config_file import load_config
-    from cornstarch.planner import build_cost, search_run  # noqa: F401  # imports torch and transformers
 
-    config, times = load_config(run, ()), [time.process_time()]
-    cost = search_run.cost_of(config, machines)
+    with import_quickly():
+        from cornstarch.planner import build_cost, search_run  # noqa: F401  # imports torch and transformers
+
+        config, times = load_config(run, ()), [time.process_time()]
+        cost = search_run.cost_of(config, machines)
     times.append(time.process_time())
     return times, search_run.plan_run(config, machines, cost, OTHERS)
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import ConfigPath, Facts, Overrides, build_figure_table, quiet_libraries, wide_console, write_file
+from cornstarch.cli import (
+    ConfigPath,
+    Facts,
+    Overrides,
+    build_figure_table,
+    import_quickly,
+    quiet_libraries,
+    wide_console,
+    write_file,
+)
 from cornstarch.errors import ConfigError
 from cornstarch.report import plan_text
 from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time
@@ -146,12 +155,13 @@ def _search_plan(
     run: RunConfig, machines: Cluster, uses_all: bool, costs: Path | None, data: DataStatistics | None
 ) -> PlanReport:
     """Return the best plan and its rivals; ConfigError if nothing fits."""
-    from cornstarch.planner import search_run
-    from cornstarch.report.plan_page import PlanReport
-
-    quiet_libraries()
     with _show_status("estimating the cost of layers" if costs is None else "reading the cost of layers"):
-        cost = search_run.cost_of(run, machines, costs or run.parallel.costs, data)
+        with import_quickly():  # also the trace: nearly all of its objects stay, or are freed without a collection
+            from cornstarch.planner import search_run
+            from cornstarch.report.plan_page import PlanReport
+
+            quiet_libraries()
+            cost = search_run.cost_of(run, machines, costs or run.parallel.costs, data)
     with _show_status(f"searching plans for {machines.name}"):
         found = search_run.plan_run(run, machines, cost, _MAX_OTHERS)
         if found.best is None:

@@ -6,8 +6,9 @@ Everything is on the meta device. A segment is the least that a stage can have (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,5 +129,36 @@ def _record_calls(
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
-        trace_memory(part, call, compute_dtype, on_gpu)
+        listed = set(map(id, modules))
+        alone = [one for one in modules if id(one) in layers and not listed & {*map(id, one.modules())} - {id(one)}]
+        try:
+            with _repeat_results(alone):
+                trace_memory(part, call, compute_dtype, on_gpu)
+        except Exception:  # a layer leaves something for later ones beside its result, as shared keys and values
+            found.clear()
+            trace_memory(part, call, compute_dtype, on_gpu)
     return list(found.values())
+
+
+@contextmanager
+def _repeat_results(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a layer that is called as an equal one was return that one's result: only the forms of tensors count."""
+    results: dict[str, Any] = {}
+
+    def run(layer: nn.Module, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        kind = ModuleCall(layer, arguments, named).kind
+        if kind not in results:
+            results[kind] = forward(*arguments, **named)
+            return results[kind]
+        return map_tensors(lambda one: one.detach().requires_grad_(one.requires_grad), results[kind])
+
+    own = [(one, one.__dict__.get("forward")) for one in layers]
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = partial(run, layer, layer.forward)
+        yield
+    finally:
+        for layer, forward in own:
+            del layer.__dict__["forward"]
+            if forward is not None:
+                layer.__dict__["forward"] = forward

@@ -42,6 +42,7 @@ _LAST_LAYERS = "num_kv_shared_layers"
 # Heads of a state-space layer and their width; their product is the width of the model times `expand`.
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 _EXPANSIONS = ("mamba_expand", "expand")
+_PATCHES, _FRAMES = 4, 32  # patches in a row of a small image, positions of a short recording
 _DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|drop_path|drop_rate|drop_prob).*")
 
 
@@ -60,6 +61,20 @@ def build_twin_config(config: PreTrainedConfig, multiple: int = 1, layers: int =
             if _DROPOUT.fullmatch(name) and isinstance(value, float):
                 setattr(part, name, 0.0)
     return twin
+
+
+def shorten_items(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return a copy of a config for smaller images and shorter recordings; None if it says nothing of their sizes."""
+    # Attention over all pairs of some hundred patches takes most of the time and memory of a narrow model.
+    shorter, is_shorter = copy.deepcopy(config), False
+    for part in _iterate_configs(shorter):
+        sizes = vars(part)
+        image, patch, frames = (sizes.get(name) for name in ("image_size", "patch_size", "max_source_positions"))
+        if type(image) is int and type(patch) is int and image > _PATCHES * patch:
+            part.image_size, is_shorter = _PATCHES * patch, True
+        if type(frames) is int and frames > _FRAMES:
+            part.max_source_positions, is_shorter = _FRAMES, True
+    return shorter if is_shorter else None
 
 
 def _iterate_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

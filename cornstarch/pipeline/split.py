@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.twin import add_noise, build_twin_config
+from cornstarch.models.twin import add_noise, build_twin_config, shorten_items
 from cornstarch.pipeline.example_inputs import guess_inputs
 from cornstarch.pipeline.message import flatten_payload, unflatten_payload
 from cornstarch.pipeline.model_analysis import ModelAnalysis, count_parameters, find_wrapped_model, trace_dataflow
@@ -226,7 +226,9 @@ def _list_twin_builders(inner: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     if isinstance(inner, PreTrainedModel):
         # All layers, but narrow: which layers read which results depends on their number.
         kind, config = type(inner), inner.config
-        yield lambda: _build_twin(kind, build_twin_config(config, layers=sys.maxsize))
+        if (shorter := shorten_items(narrow := build_twin_config(config, layers=sys.maxsize))) is not None:
+            yield lambda: _build_twin(kind, shorter)
+        yield lambda: _build_twin(kind, narrow)
         yield lambda: _build_twin(kind, _align_widths(config, build_twin_config(config, layers=sys.maxsize)))
         if is_small:
             yield lambda: _build_twin(kind, copy.deepcopy(config))

@@ -31,7 +31,7 @@ from cornstarch.plan.data_statistics import DataStatistics, load_yaml, write_tex
 from cornstarch.plan.expert_cost import ExpertCost
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
 from cornstarch.planner.gathered_weights import gathers_halves, halve_weights, keep_sizes
-from cornstarch.planner.module_sizes import build_module_cost
+from cornstarch.planner.module_sizes import ModuleSizes, find_module_sizes
 from cornstarch.tasks.build import build_calls, build_meta_model
 
 _MEASURED_ON = "measured_on"
@@ -148,10 +148,13 @@ def model_cost(
         setting = ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels, budget, reached)
         return AnalyticCost(speed, setting)
 
-    cost = build_cost(model, microbatch, build_model, dtype, on_gpu, batch, optimizer)
+    sizes: dict[str, ModuleSizes] = {}
+    build = partial(build_cost, model, microbatch, build_model, dtype, on_gpu, batch, optimizer, sizes)
+    cost = build()
     if not gathers_halves(model, dtype, on_gpu):
         return cost
-    halved = build_cost(halve_weights(model), microbatch, build_model, dtype, on_gpu, batch, optimizer)
+    with halve_weights(model):
+        halved = build()
     return replace(
         cost,
         gathered_itemsize=dtype.itemsize,
@@ -168,8 +171,13 @@ def build_cost(
     on_gpu: bool,
     batch: int | None = None,
     optimizer: OptimizerConfig | None = None,
+    sizes: dict[str, ModuleSizes] | None = None,
 ) -> RunCost:
-    """Return the cost of the layers as `model_cost` does; `build_cost_model` is given whether attention is causal."""
+    """Return the cost of the layers as `model_cost` does; `build_cost_model` is given whether attention is causal.
+
+    `sizes`: over which modules can be sharded, as far as known; those of others are added.
+    """
+    sizes = {} if sizes is None else sizes
     modules, eager, flops = [], list[ModuleCost](), 0.0
     for name, part, call in _list_parts(model, microbatch):
         is_language_model = isinstance(model, MultimodalModel) and part is model.language_model
@@ -188,12 +196,13 @@ def build_cost(
             raise ConfigError(f"The cost of the layers of {name} ({kind}) cannot be computed: {reason}.") from error
         flops += sum(one.flops for segment in costs for one in segment)
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
-        fit = partial(build_module_cost, name, part, is_language_model, microbatch.tokens)
+        if name not in sizes:
+            sizes[name] = find_module_sizes(part, is_language_model, microbatch.tokens)
         build = partial(_build_layers, segments, items=items, dtype=dtype)
-        modules.append(fit(build(costs)))
+        modules.append(sizes[name].build_cost(name, build(costs)))
         if cost_model.eager is not None:
             plain = [[cost_model.eager(one) for one in segment.calls] for segment in segments]
-            eager.append(fit(build(plain)))
+            eager.append(sizes[name].build_cost(name, build(plain)))
     counts: Counter[torch.dtype] = Counter()  # trained numbers: optimizer states are those of the most frequent type
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -18,13 +18,17 @@ def gathers_halves(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> bool:
     return on_gpu and dtype is torch.bfloat16 and any(one.dtype is torch.float32 for one in model.parameters())
 
 
-def halve_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device whose float32 parameters are in bf16, as gathered ones are."""
-    copied = copy.deepcopy(model)
-    for parameter in copied.parameters():
-        if parameter.dtype is torch.float32:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return copied
+@contextmanager
+def halve_weights(model: nn.Module) -> Iterator[None]:
+    """Store the float32 parameters of a model on the meta device in bf16, as gathered ones are, within this block."""
+    stored = {one: one.data for one in model.parameters() if one.dtype is torch.float32}
+    try:
+        for parameter, data in stored.items():
+            parameter.data = data.to(torch.bfloat16)
+        yield
+    finally:
+        for parameter, data in stored.items():
+            parameter.data = data
 
 
 def keep_sizes(modules: Sequence[ModuleCost], stored: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:

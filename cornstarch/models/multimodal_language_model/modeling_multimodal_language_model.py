@@ -101,7 +101,9 @@ class MultimodalModel(HuggingFaceModel):
         assert isinstance(inner, ModalEncoderModule)
         if inner.projector is None:
             model_type = getattr(getattr(unwrap(self.language_model), "config", None), "model_type", None)
-            projector = build_projector(name, inner, width, projector_type, activation, model_type)
+            # Beside a model without weights, random numbers of a large projector would only take time and memory.
+            with self.device if self.device.type == "meta" else nullcontext():
+                projector = build_projector(name, inner, width, projector_type, activation, model_type)
             inner.projector = nn.Module.to(projector, device=self.device, dtype=self.dtype)
         check_widths(name, inner, width)
         self.add_module(f"{name}_encoder", encoder)

@@ -288,6 +288,9 @@ def _find_planned(module: nn.Module, name: str, said: Mapping[str, Style], confi
     return region
 
 
+_FINDERS = (_find_experts, _find_attention, _find_feed_forward, _find_planned)  # all but the first look at children
+
+
 class TensorPlan:
     """The sharded regions of a model, and the modules that are not, with the reason; `own` is the model's own plan."""
 
@@ -297,11 +300,13 @@ class TensorPlan:
         taken: set[str] = set()
         config: Any = getattr(model, "config", None)  # its text config has the numbers of heads where a module does not
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        stated: dict[str, dict[str, Style]] = {}
+        for name, style in own.items():
+            owner, _, key = name.rpartition(".")
+            stated.setdefault(owner, {})[key] = style
         for owner, module in model.named_modules():
-            prefix = f"{owner}." if owner else ""
-            said = {key.removeprefix(prefix): style for key, style in own.items() if key.rpartition(".")[0] == owner}
-            is_found = False
-            for find in (_find_experts, _find_attention, _find_feed_forward, _find_planned):
+            said, is_found = stated.get(owner, {}), False
+            for find in _FINDERS if module._modules else _FINDERS[:1]:
                 try:
                     region = None if is_found and find is _find_planned else find(module, owner, said, config)
                 except NotShardable as reason:

@@ -21,7 +21,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.collective_ops import RankGroup, copy_to_ranks
 from cornstarch.parallel.tensor import layers, shard_boxes
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_adapter_dropout, separate_dropout
-from cornstarch.parallel.tensor.regions import Region, get_child, get_linear, plan_regions
+from cornstarch.parallel.tensor.regions import Region, TensorPlan, get_child, get_linear, plan_regions
 from cornstarch.parallel.tensor.sequence import check_sequence, shard_sequence
 from cornstarch.parallel.tensor.styles import HEADS, KEY_VALUE_HEADS, KEY_VALUE_WIDTHS, WIDTHS, Style
 from cornstarch.parallel.tensor.vocabulary import check_vocabulary, shard_vocabulary
@@ -87,15 +87,17 @@ def check_tensor_plan(
     plan: Mapping[str, Style | str] | None = None,
     sequence: bool = False,
     vocabulary: bool = False,
+    found: TensorPlan | None = None,
 ) -> None:
     """Refuse a model that `shard_tensors` cannot shard over `size` ranks with these options; list the sizes that work.
 
-    No process group is needed, and the model may be on the meta device, or sharded already.
+    No process group is needed, and the model may be on the meta device, or sharded already. `found`: what
+    `plan_regions` returned for the model and the plan; default: it is asked again.
     """
     inner = unwrap(model)
     if shard_boxes.is_sharded(inner):
         return  # it was checked then
-    found = plan_regions(model, plan)
+    found = found or plan_regions(model, plan)
     for region in found.regions:
         for name in (region.owner.rsplit(".", up)[0] for up in range(region.owner.count("."), 0, -1)):
             if hasattr(around := inner.get_submodule(name), "base_layer"):
