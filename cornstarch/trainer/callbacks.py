@@ -100,6 +100,10 @@ def build_callbacks(wanted: Iterable[Callback | str]) -> list[Callback]:
 def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, profile: bool) -> None:
     """Add the callbacks of the product itself to those of a trainer that is ready for its first step."""
     trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
+    if trainer.ranks > 1:
+        from cornstarch.trainer.health_callback import HealthCallback  # it derives from `Callback`
+
+        trainer.callbacks.append(HealthCallback(trainer))
     if trainer.run_model.acceleration.compiled:
         evaluates = bool(trainer.evaluation_sources and trainer.config.loop.evaluate_every)
         trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache, evaluates))

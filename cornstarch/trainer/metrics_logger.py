@@ -295,6 +295,10 @@ class MetricsLogger:
     def log_checkpoint(self, path: Path, step: int) -> None:
         self._write_event(step, "saved", path.name)
 
+    def log_event(self, step: int, event: str, text: str, is_shown: bool = True) -> None:
+        """Write an event of a step, which the report lists, and print it."""
+        self._write_event(step, event, text, is_shown)
+
     def _write_event(self, step: int, event: str, text: str, is_shown: bool = False) -> None:
         self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text})
         if is_shown:
