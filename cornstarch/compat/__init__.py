@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -363,3 +364,47 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
         chosen.step()
     finally:
         del chosen.grad_scale, chosen.found_inf
+
+
+def list_groups() -> list[tuple[str, list[int], int]]:
+    """Return name, ranks, and number of collectives and messages that this process has begun, of each process group."""
+    # Counted by torch itself for gloo and NCCL. A group that counts nothing is left out.
+    found = []
+    for group in process_groups():
+        with suppress(RuntimeError):
+            count = group._get_sequence_number_for_group()
+            found.append((group.group_name, dist.get_process_group_ranks(group), count))
+    return found
+
+
+def sequence_numbers() -> list[int]:
+    """Return how many collectives and messages this process has begun in each of its process groups."""
+    found = []
+    for group in process_groups():
+        with suppress(RuntimeError):
+            found.append(group._get_sequence_number_for_group())
+    return found
+
+
+def read_flight_recorder() -> list[dict[str, Any]]:
+    """Return the last collectives of this process, of all groups, as torch's Flight Recorder has them, in order."""
+    from torch._C import _distributed_c10d
+
+    read = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if read is None:
+        return []
+    try:
+        return list(json.loads(read(includeCollectives=True, onlyActive=False)).get("entries", ()))
+    except (RuntimeError, ValueError, TypeError):  # a version that records nothing, or in another form
+        return []
+
+
+def pending_collectives() -> list[str]:
+    """Return the collectives that this process began and that are not complete, in words: `all_reduce [1024]`."""
+    return [describe_collective(one) for one in read_flight_recorder() if one.get("retired") is False]
+
+
+def describe_collective(entry: Mapping[str, Any]) -> str:
+    """Return an entry of the Flight Recorder in words."""
+    name = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    return " ".join([name, *(str(list(size)) for size in entry.get("input_sizes") or ())])

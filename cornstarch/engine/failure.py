@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,13 +25,17 @@ from cornstarch.config import RunConfig
 from cornstarch.data.loader import StepBatch
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
+from cornstarch.health.evidence import write_evidence
+from cornstarch.health.watch import HealthWatch
 from cornstarch.launch.failure_report import record_failure
 from cornstarch.launch.stop_guard import STOPPED, WITHOUT_SAVING
 from cornstarch.parallel import distributed
+from cornstarch.parallel.activity import here
 from cornstarch.parallel.device import DevicePlacement, Reading, is_out_of_memory
-from cornstarch.pipeline.p2p import FailureSignal, abort_group
+from cornstarch.pipeline.p2p import FailureSignal, abort_channels, abort_group
 
 _SHOWN = 8
+_LEAVE_SECONDS = 10.0  # that the training thread has to raise once a rank was found that does not go on
 
 
 class TrainingError(ConfigError):
@@ -226,12 +232,24 @@ class SharedFailure:
     """Lets all ranks of a run fail with the same words. All ranks must build theirs at the same point of the run.
 
     A rank that raises says why in the store that all ranks share, and aborts its process groups. A rank that waits for
-    it is woken by that, or by a thread that reads the store, and raises the same.
+    it is woken by that, or by a thread that reads the store, and raises the same. Ranks that neither raise nor go on
+    are found by their heartbeats.
+
+    Args:
+        hang_timeout: Seconds in which a rank must move, or "auto"; "off": no heartbeats.
+        folder: Of the run, where stacks and collectives are written when a rank does not move.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hang_timeout: float | str = "off", folder: Path | None = None) -> None:
         self._alarm = None if distributed.is_single_process() else FailureSignal(self._wake)
+        self._hang_timeout, self._folder = hang_timeout, folder
         self._is_inside = False
+        self._verdict: str | None = None  # what a thread of this rank has found
+        self._is_leaving = False
+        self.watch: HealthWatch | None = None
+        """The heartbeats, inside of the block."""
+        self.extra_groups: list[Any] = []
+        """Process groups that torch does not list, and that are to be aborted, too."""
 
     @contextmanager
     def share(self) -> Iterator[None]:
@@ -241,20 +259,22 @@ class SharedFailure:
             return
         self._is_inside = True
         try:
-            with self._alarm.watch():
+            with self._alarm.watch(), self._watch_ranks():
                 yield
-            said = self._alarm.get_report()
+            said = self._verdict or self._alarm.get_report()
         except Exception as error:
             is_refusal, words = isinstance(error, ConfigError), str(error)
             what = words if is_refusal else f"{type(error).__name__}: {words}"
-            own = json.dumps([is_refusal, what, distributed.rank()])
+            own = json.dumps([is_refusal, what, distributed.rank(), "training" * isinstance(error, TrainingError)])
             # An error of a line that another rank has cut is an echo of that rank's own error.
             is_cut = any(one in words.lower() for one in _CUT)
             is_echo = isinstance(error, RuntimeError) and not is_refusal and is_cut
-            if not is_echo:
-                record_failure(error)  # before others fail because of it: the launcher shows the first
-            said = self._alarm.report(own, is_echo)
-            self._wake(said)
+            said = self._verdict
+            if said is None:
+                if not is_echo:
+                    record_failure(error)  # before others fail because of it: the launcher shows the first
+                said = self._alarm.report(own, is_echo)
+                self._wake(said)
             if said == own:
                 raise
             raise _decode(said) from None
@@ -263,14 +283,54 @@ class SharedFailure:
         if said is not None:  # there was nothing left to wait for
             raise _decode(said)
 
+    @contextmanager
+    def _watch_ranks(self) -> Iterator[None]:
+        if self._hang_timeout == "off":
+            yield
+            return
+        limit = None if isinstance(self._hang_timeout, str) else float(self._hang_timeout)
+        self.watch = HealthWatch(here, limit, self._end_hang)
+        self.watch.start()
+        try:
+            yield
+        finally:
+            self.watch.stop()
+
+    def _end_hang(self, text: str, has_store: bool) -> None:
+        """End the block on all ranks, from a thread, with a message about a rank that does not go on."""
+        assert self._alarm is not None
+        own = json.dumps([True, text, distributed.rank(), "hang"])
+        self._verdict = self._alarm.report(own, False) if has_store else own
+        self._wake(self._verdict)
+
     def _wake(self, words: str) -> None:
         """End all waiting: here, and in ranks that wait for this one."""
-        for group in process_groups():
+        _, text, _, kind = json.loads(words)
+        if kind == "hang" and not self._is_leaving:
+            self._is_leaving = True
+            threading.Thread(target=self._leave, args=(words,), name="leave", daemon=True).start()
+            if self._folder is not None:
+                write_evidence(self._folder, distributed.rank(), here, text)
+        abort_channels(text)
+        for group in (*process_groups(), *self.extra_groups):
             abort_group(group)
+
+    def _leave(self, words: str) -> None:
+        """End the process if the training thread does not raise: it is stuck in something that cannot be aborted."""
+        end = time.monotonic() + _LEAVE_SECONDS
+        while self._is_inside and time.monotonic() < end:
+            time.sleep(0.1)
+        if self._is_inside:
+            error = _decode(words)
+            record_failure(error)
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def _decode(said: str) -> Exception:
-    is_refusal, what, rank = json.loads(said)
+    is_refusal, what, rank, kind = json.loads(said)
+    if kind:
+        return TrainingError(what)
     return ConfigError(what) if is_refusal else RuntimeError(f"Rank {rank} has failed. {what}")
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cornstarch.parallel.activity import here
+
 
 def rank() -> int:
     """Return the global rank; 0 without a process group."""
@@ -44,10 +46,13 @@ def begin_sum_over_ranks(values: Sequence[float]) -> Callable[[], list[float]]:
         alone = [float(value) for value in values]  # no tensor: reading one would count as waiting for a device
         return lambda: alone
     together = torch.tensor(list(values), dtype=torch.float64)
+    here.note_collective("all_reduce", len(together))
     work = dist.all_reduce(together, async_op=True)
 
     def wait() -> list[float]:
+        here.begin_wait("all_reduce of counts")
         work.wait()
+        here.end_wait()
         return together.tolist()
 
     return wait
@@ -56,7 +61,11 @@ def begin_sum_over_ranks(values: Sequence[float]) -> Callable[[], list[float]]:
 def all_gather(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Return the tensors of all ranks, which have the same shape, in rank order."""
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    if group is None:
+        here.note_collective("all_gather", own.numel())
+    here.begin_wait(f"all_gather {list(own.shape)}")
     dist.all_gather(found, own, group=group)
+    here.end_wait()
     return found
 
 

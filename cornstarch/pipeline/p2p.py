@@ -33,6 +33,7 @@ from torch import Tensor
 
 from cornstarch.compat import default_store
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.activity import here
 from cornstarch.parallel.distributed import TensorTransport
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec
 
@@ -41,6 +42,7 @@ _TIMEOUT = timedelta(minutes=30)  # torch's default for process groups; also the
 _HEADER, _FORWARD, _BACKWARD, _TAGS = 0, 1, 2, 3
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 1.0  # how much later than a closed connection the reason for it may be published
+_ANSWER_SECONDS = 5.0  # that the store's host may take for an answer
 _UNUSED_TAG = 2**20
 _PREFIX = "cornstarch/pipeline"
 
@@ -116,14 +118,24 @@ class FailureSignal:
         deadline = time.monotonic() + _GRACE_SECONDS
         while is_echo and self.get_report() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        with suppress(RuntimeError):  # the process that hosts the store is gone
-            return self._store.compare_set(self._key, "", message).decode()
-        return message
+        return self._ask(lambda: self._store.compare_set(self._key, "", message).decode()) or message
 
     def get_report(self) -> str | None:
-        with suppress(RuntimeError):
-            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
-        return None
+        return self._ask(lambda: self._store.get(self._key).decode() if self._store.check([self._key]) else None)
+
+    def _ask(self, question: Callable[[], str | None]) -> str | None:
+        """Ask the store; None if the process that hosts it is gone, or does not answer."""
+        answers: list[str | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        # In a thread: torch's store waits for ever for a host that is stopped.
+        thread = threading.Thread(target=ask, name="ask-store", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_SECONDS)
+        return answers[0] if answers else None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -176,7 +188,7 @@ class PendingReceive:
     """A receive that was posted: its buffers, and the work to wait for."""
 
     def __init__(self, channel: P2PChannel, spec: PayloadSpec, rank: int, tag: int) -> None:
-        self.spec = spec
+        self.spec, self._rank = spec, rank
         group, peer = channel.get_group(rank, sends=False)
         layout = spec.messages
         packed = {index for index, _, _ in layout.packed}
@@ -193,8 +205,10 @@ class PendingReceive:
             self._works.append(group.recv([self._packed], peer, tag))
 
     def wait(self) -> list[Tensor]:
+        here.begin_wait("a message", self._rank)
         for work in self._works:
             work.wait()
+        here.end_wait()
         self._works = []
         self._tensors = [None if one is None else self._transport.finish_receive(one) for one in self._tensors]
         if self._packed is not None:
@@ -235,6 +249,8 @@ class P2PChannel:
         self._peers: dict[tuple[int, bool], tuple[P2PGroup, int]] = {}
         self._sent: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}  # by (tag, microbatch), oldest first
         self._abort_lock = threading.Lock()
+        here.asymmetric_groups.add(group.group_name)
+        _open_channels.add(self)
 
     def get_group(self, rank: int, sends: bool) -> tuple[P2PGroup, int]:
         """Return the group for messages to (or from) a rank, and the group rank of that rank."""
@@ -261,8 +277,10 @@ class P2PChannel:
 
     def release(self, tag: int, microbatch: int) -> None:
         """Wait until the messages of a microbatch have left, and free their tensors."""
+        here.begin_wait("its messages to be received")
         for work, _ in self._sent.pop((tag, microbatch), ()):
             work.wait()
+        here.end_wait()
 
     def limit_in_flight(self, limit: int) -> None:
         while len(self._sent) > limit:
@@ -284,6 +302,15 @@ class P2PChannel:
         # pipeline's group would get the name of one that still exists.
         with self._abort_lock:
             self._groups, self._peers = {}, {}  # the sockets close with the last reference
+
+
+_open_channels: weakref.WeakSet[P2PChannel] = weakref.WeakSet()
+
+
+def abort_channels(reason: str) -> None:
+    """End all waiting in the pipelines of this process: they raise the reason."""
+    for channel in list(_open_channels):
+        channel.abort(reason)
 
 
 # ---------------------------------------------------------------------------------------------------- edges

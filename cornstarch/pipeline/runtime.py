@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cornstarch.compat import backward_of_inputs, backward_of_weights
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.activity import here
 from cornstarch.pipeline.message import Payload, PayloadSpec, flatten_payload, unflatten_payload
 from cornstarch.pipeline.p2p import P2PChannel, PendingReceive, StageEdge, compute_shape_signature
 from cornstarch.schedule.actions import Action, Kind, Schedule
@@ -31,6 +32,7 @@ _MAX_SENT = 4  # payloads in flight from stages to which nothing is sent back
 _MIN_AHEAD = 3
 _MAX_AHEAD = 16
 _MAX_BUFFER_BYTES = 2**25
+_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of inputs", Kind.W: "backward of weights"}
 
 Inputs = Mapping[str, Any]
 Finish = Callable[[int, Any], "Tensor | None"]
@@ -141,7 +143,10 @@ class Runtime:
             where = "" if at is None else f", stage {at.stage} ({nodes[at.stage]}), microbatch {at.microbatch}"
             what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             message = f"rank {rank}{where}: {what}"
-            if channel is not None:
+            if channel is not None and channel.failure is not None and _is_connection_error(error):
+                message = channel.failure  # aborted from another thread, for that reason
+                channel.close()
+            elif channel is not None:
                 # Report before aborting: the aborted processes look for the reason, and an echo is not one.
                 message = channel.failure_signal.report(message, is_echo=_is_connection_error(error))
                 channel.abort(message)
@@ -201,6 +206,7 @@ class StepExecution:
                     posted += 1
             if not self._active[action.stage][action.microbatch]:
                 continue
+            here.begin_action(_WORDS[action.kind], action.stage, action.microbatch)
             begin, self._waited = time.perf_counter(), 0.0
             if action.kind is Kind.F:
                 self._forward(action.stage, action.microbatch)

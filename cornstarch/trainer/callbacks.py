@@ -103,6 +103,10 @@ def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, p
     trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
     if (steps := open_step_file()) is not None:
         trainer.callbacks.insert(0, StepCallback(steps))
+    if trainer.ranks > 1:
+        from cornstarch.trainer.health_callback import HealthCallback  # it derives from `Callback`
+
+        trainer.callbacks.append(HealthCallback(trainer))
     if trainer.run_model.acceleration.compiled:
         evaluates = bool(trainer.evaluation_sources and trainer.config.loop.evaluate_every)
         trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache, evaluates))

@@ -317,6 +317,10 @@ class MetricsLogger:
         then = f"The run goes back to its checkpoint of step {step}, and leaves the batch out."
         self._write_event(step, "rewound", bad.describe(then), is_shown=True, **_describe_bad_step(bad))
 
+    def log_event(self, step: int, event: str, text: str, is_shown: bool = True) -> None:
+        """Write an event of a step, which the report lists, and print it."""
+        self._write_event(step, event, text, is_shown)
+
     def _write_event(self, step: int, event: str, text: str, is_shown: bool = False, **more: Any) -> None:
         self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text, **more})
         if is_shown:

@@ -111,7 +111,7 @@ class Trainer:
         self.logger = MetricsLogger(config, self.folder, console or Console(soft_wrap=True), command, self.rank == 0)
         self.checkpoints = open_store(config, self.folder.path)
         self.stop_signal = StopSignal()
-        self._failure = SharedFailure()
+        self.failure = SharedFailure(config.launch.hang_timeout, config.folder)
         self._resources = ExitStack()
         self._is_ready = False
         self.skips: SkipCounter | None = None
@@ -157,7 +157,7 @@ class Trainer:
 
     def fit(self) -> RunResult:
         """Train to the end, from the newest checkpoint if there is one, and write a report."""
-        with self._failure.share(), self._resources:
+        with self.failure.share(), self._resources:
             was_finished = self.folder.read_summary().get("status") == "finished"
             self.setup()
             if was_finished and self.position.ended:
@@ -188,7 +188,7 @@ class Trainer:
     def setup(self) -> None:
         """Build everything that a step needs, and load the newest checkpoint if there is one."""
         if not self._is_ready:
-            with self._failure.share():
+            with self.failure.share():
                 self._set_up()
             self._is_ready = True
 
@@ -248,8 +248,8 @@ class Trainer:
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
         collator = self.task.collator
-        self._workers = choose_workers(self.data, collator, self.replica, self.placement.device, self.logger.log)
-        self.data = self.data.plan_packing(collator, self._workers)
+        self.data_workers = choose_workers(self.data, collator, self.replica, self.placement.device, self.logger.log)
+        self.data = self.data.plan_packing(collator, self.data_workers)
         config, data, flops = self.config, self.data, self.run_model.flops
         self.total_steps = data.total_steps()
         state = build_train_state(config, self.context, self.task, self.run_model, self.total_steps)
@@ -271,7 +271,7 @@ class Trainer:
         use_weights = state.use_evaluation_weights
         self.evaluator = Evaluator(
             self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed,
-            self._workers,
+            self.data_workers,
         )  # fmt: skip
         self.checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
@@ -319,7 +319,7 @@ class Trainer:
 
     def build_loader(self) -> StepLoader:
         """Return the loader of the batches that are left; `batches` is what a loop wants."""
-        pin, own = self.placement.device.type == "cuda", (self.replica, self._balancer, self._workers)
+        pin, own = self.placement.device.type == "cuda", (self.replica, self._balancer, self.data_workers)
         return self.data.build_loader(self.task.collator, self.position, *own, pin)
 
     def step(self, batch: StepBatch) -> StepResult:
