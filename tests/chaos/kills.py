@@ -30,6 +30,7 @@ MOMENTS = (told.INIT, told.LOAD, told.STEP, told.SAVE, told.EVALUATION, RANDOM)
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine; what takes longer is called a hang."""
 ORPHANS_AFTER = 5.0
+_COMPARED = ("loss", "learning_rate", "grad_norm", "tokens", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def read_records(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
         if line["kind"] in ("train", "evaluation"):
             key = (line["kind"], line["step"])
             assert key not in found, f"{key} is there twice"
-            kept = {name: value for name, value in line.items() if name in ("loss", "lr", "grad_norm", "accuracy")}
+            kept = {name: value for name, value in line.items() if name in _COMPARED}
             kept |= {name: value["loss"] for name, value in line.items() if isinstance(value, dict) and "loss" in value}
             found[key] = kept
     return found
@@ -236,7 +237,8 @@ class Disturbed:
 
     def _disturb(self, kill: Kill) -> bool:
         """Kill once; return False if the run has ended before."""
-        if not self._wait_for(kill):
+        entered = self._wait_for(kill)
+        if entered is None:
             return False
         pids = {line.rank: line.pid for line in self._news()}
         victims = [self.command.pid if one == LAUNCHER else pids[int(one)] for one in kill.victims]
@@ -250,7 +252,7 @@ class Disturbed:
         members = frozenset(pids.values())
         if not wait_until(lambda: not any(map(is_alive, {*victims, *members})), PATIENCE):
             raise FoundError(f"{kill}: ranks stay: {self._describe_left()}")
-        outcome = Outcome(kill.phase, kill.victims, killed, ended=round(time.monotonic() - killed, 3))
+        outcome = Outcome(entered, kill.victims, killed, ended=round(time.monotonic() - killed, 3))
         self.verdict.kills.append(outcome)
         self._seen |= members | frozenset(line.pid for line in self._news() if not is_alive(line.pid))
         text = self._go_on(kill, outcome, said)
@@ -258,31 +260,36 @@ class Disturbed:
             outcome.named = any(f"rank {one} " in text for one in kill.victims)
         return True
 
-    def _wait_for(self, kill: Kill) -> bool:
-        """Wait for the moment of a kill; return False if the run ends before."""
-        length = self.reference.lengths.get(kill.phase, 0.05)
+    def _wait_for(self, kill: Kill) -> str | None:
+        """Wait for the moment of a kill; return the phase that was waited for, or None if the run ends before."""
         who = 0 if LAUNCHER in kill.victims else int(kill.victims[0])
-        phase = told.INIT if kill.phase == RANDOM else kill.phase
         ranks = {one for one in kill.victims if one != LAUNCHER}
+        wanted = told.INIT if kill.phase == RANDOM else kill.phase
+        # What does not come (there is no checkpoint to load, or no second evaluation) is replaced by what does.
+        instead = told.STEP if kill.phase == told.LOAD else told.END
 
-        def find() -> float | None:
-            """Return when the phase was entered."""
+        def find() -> tuple[str, float] | None:
+            """Return which phase was entered, and when."""
             if kill.phase == RANDOM and LAUNCHER in kill.victims:
-                return self._started
+                return RANDOM, self._started
             lines = self._news()
-            times = [line.time for line in lines if (line.phase, line.mark, line.rank) == (phase, "+", who)]
-            is_there = ranks <= {line.rank for line in lines} and len(times) >= kill.occurrence
-            return times[kill.occurrence - 1] if is_there else None
+            if not ranks <= {line.rank for line in lines}:
+                return None
+            for phase, number in ((wanted, kill.occurrence), (instead, 1)):
+                times = [line.time for line in lines if (line.phase, line.mark, line.rank) == (phase, "+", who)]
+                if len(times) >= number:
+                    return kill.phase if phase == wanted else phase, times[number - 1]
+            return None
 
-        if not wait_until(lambda: find() is not None or self.command.code is not None, PATIENCE, every=0.001):
+        if not wait_until(lambda: find() is not None or self.command.code is not None, PATIENCE, every=0.002):
             raise FoundError(f"{kill}: the run hangs before it: {self._describe_left()}")
-        entered = find()
-        if entered is None:
-            return False
-        due = entered + kill.share * length
+        found = find()
+        if found is None:
+            return None
+        due = found[1] + kill.share * self.reference.lengths.get(found[0], 0.05)
         while time.monotonic() < due and self.command.code is None:
             time.sleep(0.0005)
-        return self.command.code is None
+        return found[0] if self.command.code is None else None
 
     def _go_on(self, kill: Kill, outcome: Outcome, start: int) -> str:
         """Let the run restart itself, or give its command again; return what was printed in between."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -10,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,31 +64,35 @@ def run_side_by_side(jobs: int, into: Path | None) -> None:
 
 
 def _run_share(asked: argparse.Namespace) -> None:
+    part, parts = map(int, asked.share.split("/"))
+    results = read_results(asked.into) if asked.into is not None else []
+    numbers = iter(asked.only or itertools.count(part, parts))
+    wanted = math.ceil(asked.count / parts)
+    done = dict(results)
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as place:
         base = Path(place).resolve()
-        for case in _cases(asked):
-            folder = base / case.name
-            verdict = Disturbed(case, base, folder).run()
-            print(describe_one(case, verdict), flush=True)
-            if verdict.is_failure:
-                print(f"    {' '.join(verdict.problems)[:900]}\n    again: {command_of(case, asked.seed)}", flush=True)
-            if asked.into is not None:
-                with asked.into.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"case": asdict(case), "verdict": asdict(verdict)}) + "\n")
-            if verdict.is_failure and asked.details:
-                kept = Path(tempfile.mkdtemp(prefix=f"chaos-{case.name}-"))
-                shutil.copytree(folder, kept, dirs_exist_ok=True)
-                print(f"    kept: {kept}")
-            shutil.rmtree(folder, ignore_errors=True)
+        while wanted > 0 and (number := next(numbers, None)) is not None:
+            case = draw_case(asked.seed, number, KILLS, asked.restarts, asked.cold)
+            if case.name not in done:
+                done[case.name] = _run_case(case, base, asked)
+            wanted -= len(done[case.name].kills)
 
 
-def _cases(asked: argparse.Namespace) -> Iterator[Case]:
-    part, parts = map(int, asked.share.split("/"))
-    done = {name for name, _ in read_results(asked.into)} if asked.into is not None else set()
-    for number in asked.only or range(math.ceil(asked.count / KILLS)):
-        case = draw_case(asked.seed, number, KILLS, asked.restarts, asked.cold)
-        if number % parts == part and case.name not in done:
-            yield case
+def _run_case(case: Case, base: Path, asked: argparse.Namespace) -> Verdict:
+    folder = base / case.name
+    verdict = Disturbed(case, base, folder).run()
+    print(describe_one(case, verdict), flush=True)
+    if verdict.is_failure:
+        print(f"    {' '.join(verdict.problems)[:900]}\n    again: {command_of(case, asked.seed)}", flush=True)
+    if asked.into is not None:
+        with asked.into.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": asdict(case), "verdict": asdict(verdict)}) + "\n")
+    if verdict.is_failure and asked.details:
+        kept = Path(tempfile.mkdtemp(prefix=f"chaos-{case.name}-"))
+        shutil.copytree(folder, kept, dirs_exist_ok=True)
+        print(f"    kept: {kept}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return verdict
 
 
 def command_of(case: Case, seed: int) -> str:
