@@ -21,10 +21,10 @@ def main() -> int:
     """Return 1 if something failed."""
     reader = argparse.ArgumentParser(prog="python -m tests.chaos")
     commands = reader.add_subparsers(dest="command", required=True)
-    from tests.chaos import run_kills
+    from tests.chaos import endurance, run_kills
 
-    for module in (run_kills,):
-        module.add_command(commands)
+    run_kills.add_command(commands)
+    endurance.add_commands(commands)
     asked = reader.parse_args()
     return asked.run(asked)
 

@@ -33,6 +33,7 @@ class Line:
     phase: str
     mark: str
     number: int
+    text: str = ""
 
 
 @lru_cache
@@ -176,6 +177,6 @@ def read_told(folder: Path, without: frozenset[int] = frozenset()) -> list[Line]
         if int(path.name) in without:
             continue
         for text in path.read_text().splitlines():
-            moment, rank, phase, mark, number = text.split()
-            lines.append(Line(float(moment), int(path.name), int(rank), phase, mark, int(number)))
+            moment, rank, phase, mark, number, rest = text.split(" ", 5)
+            lines.append(Line(float(moment), int(path.name), int(rank), phase, mark, int(number), rest))
     return sorted(lines, key=lambda line: line.time)

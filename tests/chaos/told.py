@@ -8,6 +8,7 @@ Nothing is told unless `CHAOS_TOLD` names a folder.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import runpy
 import sys
@@ -17,16 +18,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FOLDER = "CHAOS_TOLD"
+FOLDER, ONLY = "CHAOS_TOLD", "CHAOS_ONLY"
 INIT, LOAD, STEP, SAVE, EVALUATION, END = PHASES = ("init", "load", "step", "save", "evaluation", "end")
-CLAIMED, DOUBLE, RESUMED = "claimed", "double", "resumed"
+CLAIMED, DOUBLE, RESUMED, SAMPLES = "claimed", "double", "resumed", "samples"
+RARE = (INIT, RESUMED, CLAIMED, DOUBLE)
+"""What is told once by a process: runs of hours are told nothing else (`CHAOS_ONLY`)."""
 
 
-def tell(phase: str, number: int = 0, mark: str = "+") -> None:
-    """Write a line: when, which rank, which phase, whether it begins or ends, a number."""
-    folder = os.environ.get(FOLDER)
-    if folder:
-        line = f"{time.monotonic():.6f} {os.environ.get('RANK', '0')} {phase} {mark} {number}\n"
+def tell(phase: str, number: int = 0, mark: str = "+", text: str = "") -> None:
+    """Write a line: when, which rank, which phase, whether it begins or ends, a number, a text."""
+    folder, only = os.environ.get(FOLDER), os.environ.get(ONLY)
+    if folder and (not only or phase in only.split(",")):
+        line = f"{time.monotonic():.6f} {os.environ.get('RANK', '0')} {phase} {mark} {number} {text}\n"
         with open(Path(folder, str(os.getpid())), "a") as file:  # one write: a killed process leaves whole lines
             file.write(line)
 
@@ -47,7 +50,7 @@ def install() -> None:
     trainer.find_checkpoint = _around(LOAD, trainer.find_checkpoint)  # type: ignore[assignment]
     Checkpointer.restore = _around(LOAD, Checkpointer.restore, _tell_resumed)  # type: ignore[method-assign]
     Checkpointer.save = _around(SAVE, Checkpointer.save)  # type: ignore[method-assign]
-    kind.step = _around(STEP, kind.step, lambda result: tell(STEP, result.step, "="))  # type: ignore[method-assign]
+    kind.step = _around(STEP, _tell_samples(kind.step), lambda result: tell(STEP, result.step, "="))  # type: ignore[method-assign]
     kind.evaluate = _around(EVALUATION, kind.evaluate)  # type: ignore[method-assign]
     kind._finish = _around(END, kind._finish)  # type: ignore[method-assign]
     RunFolder.claim = _watch_claim(RunFolder.claim)  # type: ignore[assignment,method-assign]
@@ -61,6 +64,20 @@ def _around(phase: str, function: Callable[..., Any], then: Callable[[Any], None
         if then is not None:
             then(result)
         tell(phase, mark="-")
+        return result
+
+    return call
+
+
+def _tell_samples(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell which samples of which epoch a step has trained on."""
+
+    @functools.wraps(step)
+    def call(trainer: Any, batch: Any) -> Any:
+        result = step(trainer, batch)
+        if SAMPLES in os.environ.get(ONLY, ""):
+            names = [name for one in batch.microbatches for name in one.sample_ids]
+            tell(SAMPLES, result.step, text=json.dumps([batch.epoch, trainer.replica.index, names]))
         return result
 
     return call
