@@ -32,6 +32,10 @@ def train(
     nproc: Annotated[
         str | None, typer.Option(help="Processes to start here; auto: one per GPU. Do not use it under torchrun.")
     ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Restart up to N times after a failure. Overrides launch.restarts."),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json: a few pipeline steps for chrome://tracing and Perfetto.")
     ] = False,
@@ -49,7 +53,9 @@ def train(
     """
     from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
     from cornstarch.demo import demo_config
-    from cornstarch.launch import current_world, launch, process_count
+    from cornstarch.launch import current_world, process_count
+    from cornstarch.launch.run_director import Size
+    from cornstarch.launch.supervisor import Job, supervise
     from cornstarch.plan.layout import Layout, check_executable
 
     changes = list(overrides or ())
@@ -59,6 +65,7 @@ def train(
     world = current_world()
     options = {"allow_changes": allow_changes, "trace": trace, "profile": profile}  # every process gets them
     count = 1 if nproc is None else process_count(nproc)
+    attempts_left = _count_restarts(run, restarts)
     # Both before an earlier run is moved aside, and before any process starts: a mistake must not cost anything.
     chosen_plan = _choose_plan(run, count) if run.parallel.auto and count > 1 else None
     layout = None
@@ -73,7 +80,7 @@ def train(
         check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
     if restart and world.rank == 0 and (aside := RunFolder(run.folder).set_aside()) is not None:
         print(f"{run.folder}: moved the earlier run to {aside}")
-    if count > 1:
+    if count > 1 or attempts_left:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
         command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
         if chosen_plan is not None:  # one choice for all processes, kept in the run's folder
@@ -81,9 +88,28 @@ def train(
             with RunFolder(run.folder).claim():
                 RunFolder(run.folder).write(PLAN, chosen_plan)
         command += ["--plan", str(plan)] if plan is not None else []
-        raise typer.Exit(launch(command, count, run.folder / "logs"))
+        raise typer.Exit(supervise(Job(tuple(command), run.folder, Size(1, count), attempts_left)))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
+
+
+def _count_restarts(run: RunConfig, restarts: int | None) -> int:
+    """Return how often this process has to restart the run: never if it is itself a worker."""
+    from cornstarch.launch import current_world
+    from cornstarch.launch.attempt_record import is_supervised
+
+    if is_supervised():
+        return 0
+    world = current_world()
+    wanted = run.launch.restarts if restarts is None else restarts
+    if world.size > 1 and restarts:
+        raise ConfigError(
+            f"--restarts {restarts}: this process is rank {world.rank} of {world.size}, and what started it must "
+            "restart it: torchrun --max-restarts, or `cornstarch train --nproc` instead of torchrun."
+        )
+    if world.size > 1 and wanted and world.rank == 0:
+        print(f"launch.restarts = {wanted} has no effect here; torchrun has --max-restarts.", file=sys.stderr)
+    return wanted if world.size == 1 else 0
 
 
 def _choose_plan(run: RunConfig, count: int) -> str:
@@ -103,13 +129,15 @@ def _choose_plan(run: RunConfig, count: int) -> str:
 def _train_process(run: RunConfig, options: dict[str, Any], layout: Layout | None) -> bool:
     """Train in this process, in a process group if there are others; return whether Ctrl-C ended the run."""
     from cornstarch.launch import agree, current_world, start_process_group
+    from cornstarch.launch.stop_guard import StopGuard
     from cornstarch.plan.validation import as_data
 
     world, device = current_world(), None
-    with import_quickly():
-        quiet_libraries()
-        from cornstarch.train import Trainer
     with ExitStack() as stack:
+        stack.enter_context(StopGuard(run.folder, world.rank == 0).listen())
+        with import_quickly():
+            quiet_libraries()
+            from cornstarch.train import Trainer
         if world.size > 1:
             import torch
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from cornstarch.data.loader import StepBatch
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
 from cornstarch.launch.failure_report import record_failure
+from cornstarch.launch.stop_guard import STOPPED, WITHOUT_SAVING
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement, Reading
 from cornstarch.pipeline.p2p import FailureSignal, abort_group
@@ -234,14 +237,21 @@ class StopSignal:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Remember SIGTERM, and the first Ctrl-C, while a block runs; a second Ctrl-C ends at once."""
+        """Remember the first SIGTERM or Ctrl-C while a block runs; a second signal ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        process = os.getpid()
 
         def remember(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
+            if os.getpid() != process:  # a data worker, which has inherited the handler and ends with this process
+                return
+            if self._signal is not None:
+                self._signal = number
+                if number == signal.SIGINT:
+                    raise KeyboardInterrupt
+                print(WITHOUT_SAVING, file=sys.stderr, flush=True)
+                raise SystemExit(STOPPED)
             self._signal = number
 
         before: dict[int, Any] = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -110,7 +110,7 @@ class DelayedStderr:
                     self._log.write(data)
                     self._pending.append((time.time(), data))
                 with suppress(OSError):  # the folder is removed at the end of the launch
-                    self._is_paused = self._is_paused or any(self._records.iterdir())
+                    self._is_paused = self._is_paused or any(self._records.glob("*.json"))
                 if not self._is_paused:
                     self._print_until(time.time() - _DELAY)
         self._log.close()

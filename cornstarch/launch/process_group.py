@@ -37,6 +37,10 @@ _MAX_DIFFERENCES = 10
 _MAX_VALUE = 60  # characters of a value that differs
 
 
+class RendezvousError(ConfigError):
+    """The processes of a run did not find each other, or lost one another before training: a restart may help."""
+
+
 @contextmanager
 def start_process_group(
     world: World,
@@ -93,7 +97,7 @@ def start_process_group(
             timeout=timedelta(seconds=timeout),
         )
     except RuntimeError as error:
-        raise ConfigError(
+        raise RendezvousError(
             f"Rank {world.rank} of {world.size} ({socket.gethostname()}) found the other ranks but cannot communicate "
             f"with them: {str(error).splitlines()[0]}\n"
             "  If this machine has several networks, name the right one: GLOO_SOCKET_IFNAME=<interface>"
@@ -250,7 +254,7 @@ class _Rendezvous:
             store.add("informed", 1)
             if world.rank == 0:  # the store ends with rank 0: the others must read first
                 _wait_until(lambda: store.add("informed", 0) >= world.size - len(absent), _LEAVE_SECONDS)
-            raise ConfigError(
+            raise RendezvousError(
                 f"{format_ranks(absent).capitalize()} of {world.size} did not arrive within {self._seconds:g} s. "
                 "Did every machine start its processes, with the same world size and the same MASTER_ADDR?"
             )
@@ -259,8 +263,8 @@ class _Rendezvous:
     def _seconds_left(self) -> float:
         return self._end - time.monotonic()
 
-    def _build_error(self, reason: str) -> ConfigError:
-        return ConfigError(
+    def _build_error(self, reason: str) -> RendezvousError:
+        return RendezvousError(
             f"Rank {self._world.rank} of {self._world.size} ({socket.gethostname()}) could not reach rank 0 at "
             f"{self._host}:{self._port} within {self._seconds:g} s: {reason}.\n"
             "  Is rank 0 running? MASTER_ADDR must be its host name or address as seen from here, and MASTER_PORT must "

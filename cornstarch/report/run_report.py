@@ -17,6 +17,7 @@ from cornstarch.report.compilation import build_compilation_view
 from cornstarch.report.held_out import build_samples_view, build_shuffled_view, shorten_text
 from cornstarch.report.html import Table, TableCell, render_page
 from cornstarch.report.json_values import as_list, as_mapping, as_number, as_text
+from cornstarch.report.restarts import build_restarts_view
 from cornstarch.report.run_record import Curve, ReportedPart, RunRecord, read_run
 from cornstarch.report.time_breakdown import format_milliseconds
 from cornstarch.report.timelines import build_pipeline_view
@@ -33,12 +34,14 @@ _SECTIONS = {
     "samples": "Samples",
     "model": "Model",
     "data": "Data",
+    "restarts": "Failures and restarts",
     "events": "Events",
     "config": "Config",
     "versions": "Versions",
 }
 # Class and sign of a status; the sign is for readers who do not see the colour.
 _STATUS = {"finished": ("good", "✓"), "running": ("busy", "▸"), "stopped": ("warn", "■"), "failed": ("bad", "✗")}
+_EVENTS = {"failed": "bad", "restarted": "warn", "stopped": "warn", "finished": "good", "best": "good"}
 _MAX_MARKS = 20
 _MAX_EVALUATIONS = 200
 _MAX_ROWS = 200
@@ -70,6 +73,7 @@ def render_run(run: RunRecord) -> str:
         "pipeline": build_pipeline_view(run.timelines),
         "times": _build_times(run),
         "compilation": build_compilation_view(run),
+        "restarts": build_restarts_view(run.folder),
     }
     return render_page(
         "run.html",
@@ -222,7 +226,7 @@ def _collect_marks(run: RunRecord) -> Sequence[tuple[float, str]]:
     """Return the steps at which the run was stopped or resumed, and that of its best checkpoint."""
     by_step: dict[int, list[str]] = {}
     for event in run.metrics.events:
-        if event.name in ("stopped", "resumed"):
+        if event.name in ("stopped", "resumed", "restarted"):
             by_step.setdefault(event.step, []).append(event.name)
     if run.best_step is not None:
         by_step.setdefault(run.best_step, []).append("best")
@@ -344,7 +348,7 @@ def _build_events(run: RunRecord) -> dict[str, Any]:
     note = f"The last {_MAX_ROWS} of {len(found):,}. " if len(found) > len(shown) else ""
     rows: list[list[str | TableCell]] = []
     for event in shown:
-        css = {"failed": "bad", "stopped": "warn", "finished": "good", "best": "good"}.get(event.name, "")
+        css = _EVENTS.get(event.name, "")
         after = None if event.time is None or started is None else max(0.0, event.time - started)
         name = TableCell(event.name[:40] or "event", "span", f"pill {css}".rstrip())
         text = TableCell(shorten_text(event.text), "span", "text")

@@ -18,6 +18,7 @@ from cornstarch.data.loader import StepBatch
 from cornstarch.engine.memory_tracker import MemoryTracker
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile_cache import CompileCache
+from cornstarch.launch.attempt_record import StepFile, open_step_file
 from cornstarch.metrics.attribution import RANGE, STEP, WINDOW, attribute
 from cornstarch.metrics.metrics import Status, StepResult
 from cornstarch.metrics.profiler import build_time_table, list_parts, record_forwards, trace_name
@@ -100,6 +101,8 @@ def build_callbacks(wanted: Iterable[Callback | str]) -> list[Callback]:
 def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, profile: bool) -> None:
     """Add the callbacks of the product itself to those of a trainer that is ready for its first step."""
     trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
+    if (steps := open_step_file()) is not None:
+        trainer.callbacks.insert(0, StepCallback(steps))
     if trainer.run_model.acceleration.compiled:
         evaluates = bool(trainer.evaluation_sources and trainer.config.loop.evaluate_every)
         trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache, evaluates))
@@ -109,6 +112,16 @@ def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, p
         profiler = ProfilerCallback(trainer)
         resources.callback(profiler.close)
         trainer.callbacks.insert(0, profiler)  # first: its range of a step encloses what other callbacks do
+
+
+class StepCallback(Callback):
+    """Keeps the number of the step where the supervisor of this process finds it after a crash."""
+
+    def __init__(self, steps: StepFile) -> None:
+        self._steps = steps
+
+    def on_batch_begin(self, trainer: Trainer) -> None:
+        self._steps.write(trainer.position.step + 1)
 
 
 class ProfilerCallback(Callback):

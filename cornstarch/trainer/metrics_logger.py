@@ -22,6 +22,7 @@ from cornstarch.data.sample import BrokenSample
 from cornstarch.engine.acceleration import Acceleration
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
+from cornstarch.launch.attempt_record import describe_restart
 from cornstarch.metrics.metrics import MetricsFile, Position, StepClock, StepResult, Throughput
 from cornstarch.metrics.progress import Progress
 from cornstarch.metrics.trackers import Tracker, TrackerStatus, flatten, open_trackers
@@ -96,6 +97,9 @@ class MetricsLogger:
         )
         if resumed_from is not None and not trainer.position.ended:
             self._write_event(resumed_from, "resumed", f"resumes after step {resumed_from}", is_shown=True)
+        if self._is_main_process and (restart := describe_restart(self._folder.path, step, trainer.ranks)) is not None:
+            text, figures = restart
+            self._write_event(step, "restarted", text, is_shown=True, **figures)
 
     def _expect_steps(self, trainer: Trainer) -> None:
         """From now on, compare the steps with what was predicted of them, if anything was."""
@@ -295,8 +299,8 @@ class MetricsLogger:
     def log_checkpoint(self, path: Path, step: int) -> None:
         self._write_event(step, "saved", path.name)
 
-    def _write_event(self, step: int, event: str, text: str, is_shown: bool = False) -> None:
-        self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text})
+    def _write_event(self, step: int, event: str, text: str, is_shown: bool = False, **figures: float) -> None:
+        self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text, **figures})
         if is_shown:
             self.log(text)
 

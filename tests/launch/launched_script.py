@@ -47,11 +47,11 @@ def is_gone(pid):
 _LAUNCHER = """
 import os, sys
 from pathlib import Path
-from cornstarch.launch import launch, local_launcher
+from cornstarch.launch import launch, local_launcher, worker_group
 
 {before}
 
-local_launcher.GRACE_SECONDS = {grace}
+worker_group.GRACE_SECONDS = worker_group.REFUSAL_SECONDS = {grace}
 local_launcher.core_count = lambda: 64  # no warning about cores
 sys.exit(launch([sys.executable, {script!r}, *{arguments}], {nproc!r}, Path({logs!r})))
 """

@@ -17,7 +17,8 @@ from rich.console import Console
 from cornstarch.errors import ConfigError
 from cornstarch.launch import local_launcher
 from cornstarch.launch.launcher import launch
-from cornstarch.launch.local_launcher import WorkerExit, build_environments, process_count
+from cornstarch.launch.local_launcher import build_environments, process_count
+from cornstarch.launch.worker_group import WorkerExit
 from tests.launch.launched_script import PATIENCE, ROOT, is_gone, start, wait_until
 
 
