@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import told
-from tests.chaos.layouts import EVERY, LAYOUTS, write_run
+from tests.chaos.layouts import EVERY, LAYOUTS, STEPS, write_run
 from tests.chaos.processes import Command, Line, describe_process, find_processes, is_alive, read_told, wait_until
 
 LAUNCHER = "launcher"
@@ -55,6 +55,7 @@ class Case:
     restarts: int = 0
     """How often the run may restart itself; without, the command is given again."""
     cold: bool = False
+    steps: int = STEPS
 
 
 @dataclass
@@ -159,10 +160,10 @@ def hash_last_checkpoint(run: Path) -> dict[str, str]:
 
 def run_undisturbed(base: Path, case: Case) -> Reference:
     """Return the run of a case without kills; it is made once for each folder and layout."""
-    folder = base / f"undisturbed-{case.layout}"
+    folder = base / f"undisturbed-{case.layout}-{case.steps}"
     layout = LAYOUTS[case.layout]
     if not (folder / "done").exists():
-        write_run(base / "data", folder, layout)
+        write_run(base / "data", folder, layout, case.steps)
         command = Command(folder, ["train", "run.yaml", "--nproc", str(layout.ranks)])
         command.start()
         code = command.wait(PATIENCE)
@@ -199,7 +200,7 @@ class Disturbed:
     def __init__(self, case: Case, base: Path, folder: Path) -> None:
         self.case, self.folder, self.layout = case, folder, LAYOUTS[case.layout]
         self.reference = run_undisturbed(base, case)
-        write_run(base / "data", folder, self.layout)
+        write_run(base / "data", folder, self.layout, case.steps)
         self.verdict = Verdict()
         self._seen: frozenset[int] = frozenset()
         arguments = ["train", "run.yaml", "--nproc", str(self.layout.ranks)]
@@ -286,7 +287,7 @@ class Disturbed:
         found = find()
         if found is None:
             return None
-        due = found[1] + kill.share * self.reference.lengths.get(found[0], 0.05)
+        due = found[1] + 0.9 * kill.share * self.reference.lengths.get(found[0], 0.05)
         while time.monotonic() < due and self.command.code is None:
             time.sleep(0.0005)
         return found[0] if self.command.code is None else None
@@ -337,11 +338,8 @@ class Disturbed:
             records = read_records(self.folder / "run")
         except (AssertionError, ValueError) as error:
             raise FoundError(f"metrics.jsonl: {error}") from None
-        for key, record in self.reference.records.items():
-            if record != records.get(key):
-                raise FoundError(f"{key}: {records.get(key)}, undisturbed {record}")
-        if set(records) != set(self.reference.records):
-            raise FoundError(f"logged besides: {set(records) - set(self.reference.records)}")
+        if difference := find_difference(self.reference.records, records):
+            raise FoundError(difference)
         self.verdict.compared += len(records)
 
     def _check_end(self) -> None:
@@ -356,6 +354,16 @@ class Disturbed:
         if temporary := sorted(str(path) for path in (self.folder / "run").rglob("*.tmp*")):
             raise FoundError(f"temporary files are left: {temporary}")
         self.verdict.left = sorted(path.name for path in (self.folder / "tmp").iterdir())
+
+
+def find_difference(
+    expected: Mapping[tuple[str, int], Mapping[str, Any]], found: Mapping[tuple[str, int], Mapping[str, Any]]
+) -> str | None:
+    """Return the first record that is missing, too much, or not equal bit by bit."""
+    for key in sorted({*expected, *found}, key=lambda key: (key[1], key[0])):
+        if expected.get(key) != found.get(key):
+            return f"{key[0]} of step {key[1]}: {found.get(key)}, undisturbed {expected.get(key)}"
+    return None
 
 
 def find_losses(lines: Sequence[Line], kills: Sequence[Outcome]) -> None:
