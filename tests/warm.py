@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -33,8 +33,12 @@ _HIGH = 256  # file descriptors from here on are nobody's
 
 
 @lru_cache
-def interpreter() -> str:
-    """Return the path of such an interpreter; it serves as long as this process lives."""
+def interpreter(prepare: Callable[[], None] | None = None) -> str:
+    """Return the path of such an interpreter; it serves as long as this process lives.
+
+    Args:
+        prepare: A function that the process calls from which others are forked, before the first of them.
+    """
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     address, path = Path(folder.name, "socket"), Path(folder.name, "python")
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(address)])} "$@"\n')
@@ -42,7 +46,7 @@ def interpreter() -> str:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(address))
         listening.listen()
-        server = forked.process(_serve, listening)
+        server = forked.process(_serve, listening, prepare)
         server.start()
 
     def close() -> None:
@@ -64,8 +68,10 @@ def used(path: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ the server
 
 
-def _serve(listening: socket.socket) -> None:
+def _serve(listening: socket.socket, prepare: Callable[[], None] | None) -> None:
     """Fork a process for each request, until the process that asks has ended."""
+    if prepare is not None:
+        prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     parent = multiprocessing.parent_process()
     assert parent is not None
