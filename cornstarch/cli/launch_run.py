@@ -74,7 +74,7 @@ def find_launch(
     size = Size(nnodes or 1, count)
     if size.world == 1 and not wanted:
         return None
-    range_ = SizeRange.fixed(size)
+    range_ = SizeRange.of(size)
     if not several:
         return RunLaunch(range_, wanted)
     assert node_rank is not None and master is not None

@@ -84,12 +84,8 @@ def train(
         size, local = (launch.range.world, launch.range.local[1]) if launch is not None else _get_world_size()
         layout = Layout.of(run.parallel, size, local)
     is_first = launch.is_first if launch is not None else current_world().rank == 0
-    if restart and is_first and run.checkpoint.folder is not None:
-        from cornstarch.checkpoint.storage import check_empty  # imports torch
-
-        check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
-    if restart and is_first and (aside := RunFolder(run.folder).set_aside()) is not None:
-        print(f"{run.folder}: moved the earlier run to {aside}")
+    if restart and is_first:
+        _set_aside(run)
     if launch is not None:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
         command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
@@ -102,6 +98,17 @@ def train(
         raise typer.Exit(launch.run(command, run))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
+
+
+def _set_aside(run: RunConfig) -> None:
+    from cornstarch.config.run_folder import RunFolder
+
+    if run.checkpoint.folder is not None:
+        from cornstarch.checkpoint.storage import check_empty  # imports torch
+
+        check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
+    if (aside := RunFolder(run.folder).set_aside()) is not None:
+        print(f"{run.folder}: moved the earlier run to {aside}")
 
 
 def _get_world_size() -> tuple[int, int]:

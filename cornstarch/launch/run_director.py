@@ -93,7 +93,7 @@ class SizeRange:
         return self.nodes[1] * self.local[1]
 
     @classmethod
-    def fixed(cls, size: Size) -> SizeRange:
+    def of(cls, size: Size) -> SizeRange:
         return cls((size.nodes, size.nodes), (size.local, size.local))
 
     def find_largest(self, nodes: int, local: int | None = None) -> Size | None:

@@ -31,7 +31,7 @@ from cornstarch.launch.supervisor import Job, supervise
 
 local_launcher.core_count = lambda: 64
 nodes.JOIN_SECONDS = {join}
-job = Job((sys.executable, {script!r}), Path({run!r}), SizeRange.fixed(Size(2, {nproc})), 3)
+job = Job((sys.executable, {script!r}), Path({run!r}), SizeRange.of(Size(2, {nproc})), 3)
 sys.exit(supervise(job, nodes.connect_nodes(job, {node}, "127.0.0.1", {port}, {token!r})))
 """
 
@@ -121,7 +121,7 @@ def test_a_machine_that_does_not_arrive_is_named(tmp_path: Path, port: int) -> N
 
 @pytest.fixture
 def server(tmp_path: Path, port: int) -> Iterator[NodeServer]:
-    job = Job(("true",), tmp_path, SizeRange.fixed(Size(2, 1)))
+    job = Job(("true",), tmp_path, SizeRange.of(Size(2, 1)))
     found = NodeServer(job, "127.0.0.1", port, "secret")
     found.start()
     yield found
@@ -159,7 +159,7 @@ def test_other_programs_do_no_harm(server: NodeServer, port: int, sent: bytes) -
 
 def test_a_port_in_use_is_refused(server: NodeServer, tmp_path: Path, port: int) -> None:
     with pytest.raises(ConfigError, match="the port is in use"):
-        NodeServer(Job(("true",), tmp_path, SizeRange.fixed(Size(2, 1))), "127.0.0.1", port, "")
+        NodeServer(Job(("true",), tmp_path, SizeRange.of(Size(2, 1))), "127.0.0.1", port, "")
 
 
 def test_a_network_needs_a_token() -> None:

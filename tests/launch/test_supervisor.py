@@ -38,7 +38,7 @@ from cornstarch.launch.run_director import Size, SizeRange
 from cornstarch.launch.supervisor import Job, supervise
 
 local_launcher.core_count = lambda: 64  # no warning about cores
-sys.exit(supervise(Job((sys.executable, {script!r}), Path({run!r}), SizeRange.fixed(Size(1, {nproc})), {restarts})))
+sys.exit(supervise(Job((sys.executable, {script!r}), Path({run!r}), SizeRange.of(Size(1, {nproc})), {restarts})))
 """
 
 
@@ -184,7 +184,7 @@ def test_an_error_of_a_rank_that_takes_long_to_end_is_shown(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------------- decisions
 
 
-TWO = SizeRange.fixed(Size(1, 2))
+TWO = SizeRange.of(Size(1, 2))
 
 
 def fault(**changes: Any) -> Fault:
