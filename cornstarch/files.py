@@ -6,8 +6,9 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -80,6 +81,22 @@ def parse_json(path: Path, content: bytes | str) -> Any:
         raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
 
 
+@contextmanager
+def as_config_errors(start: str) -> Iterator[None]:
+    """Turn whatever a library raises over files that somebody else may have written into one ConfigError.
+
+    Its text is `start` and what was raised. A library that expects its own files fails on others in any way.
+    A ConfigError stays as it is.
+    """
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{start}{kind}{error}") from error
+
+
 def open_regular(path: Path, flags: int) -> int:
     """Open a file of a run for writing and return its descriptor; a link in its place is refused.
 
@@ -136,7 +153,7 @@ def _damage(path: Path) -> str:
             header = json.loads(file.read(length))
             ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
             expected = 8 + length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return "is damaged: its header cannot be read. Copy or download the file again."
     if size < expected:
         return f"is cut off: it has {size:,} of {expected:,} bytes. Copy or download the file again."

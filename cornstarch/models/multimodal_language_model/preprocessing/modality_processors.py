@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, SequenceFeatureExtractor
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import as_config_errors
 
 from ..unwrap import get_parameter_names
 
@@ -150,6 +151,13 @@ def load_processor(
     `counted` are modalities whose tokens per item can be counted without a stored function; None: all. `classes` are
     those of processors that are not in transformers.
     """
+    with as_config_errors(f"{folder} has a processor that cannot be loaded. "):
+        return _load_processor(folder, counted, classes, trust_remote_code)
+
+
+def _load_processor(
+    folder: Path, counted: Collection[str] | None, classes: Mapping[str, type] | None, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any], dict[str, str]]:
     stored = _read_json(folder / PROCESSOR_CONFIG)
     if stored.get("format") != _FORMAT:
         found = stored.get("format")
