@@ -17,6 +17,7 @@ from cornstarch.errors import ConfigError
 Manifest = dict[str, dict[str, Any]]
 """By file name: its `size` and `sha256`."""
 
+_MOST_LAYERS = 10_000
 _HASH_THREADS = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock; more threads wait for the disk
 
 
@@ -71,6 +72,18 @@ def check_weight_files(folder: Path) -> None:
         names = content.get("weight_map") if isinstance(content, dict) else None
         for name in set(names.values()) if isinstance(names, dict) else ():
             check_inside(path, name)
+
+
+def check_layer_count(source: str, config: Mapping[str, Any]) -> None:
+    """Refuse the config of a model, read from `source`, with more layers than any model has: they are built one by one.
+
+    Other sizes that are too large are refused by the memory.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_layer_count(source, value)
+        elif isinstance(value, int) and value > _MOST_LAYERS and ("layers" in key or "depth" in key):
+            raise ConfigError(f"{source}: {key} = {value:.3g}; expected at most {_MOST_LAYERS:,}.")
 
 
 def parse_json(path: Path, content: bytes | str) -> Any:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, RunConfig, WholeModelConfig
 from cornstarch.errors import ConfigError
-from cornstarch.files import as_config_errors, check_weight_files, find_damaged_weights
+from cornstarch.files import as_config_errors, check_layer_count, check_weight_files, find_damaged_weights
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProjector
 from cornstarch.models.multimodal_language_model import configuration_multimodal_language_model as configs
 from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
@@ -262,14 +262,19 @@ def load_part_config(where: str, part: PartConfig) -> PreTrainedConfig:
         if kind is None:
             raise ConfigError(f"{where}.config has no `model_type`; give the name that transformers has for it.")
         try:
+            check_layer_count(f"{where}.config", sizes)
             return AutoConfig.for_model(kind, **sizes)
+        except ConfigError:
+            raise
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{where}.config: {error}") from error
     assert part.path is not None  # PartConfig
     if part.path.startswith((".", "/")) and not Path(part.path).is_dir():
         raise ConfigError(f"{where}.path = {part.path}\n  There is no such folder.")
     with as_config_errors(f"{where}.path = {part.path}\n  "):
-        return AutoConfig.from_pretrained(part.path, trust_remote_code=part.may_run_code())
+        config: PreTrainedConfig = AutoConfig.from_pretrained(part.path, trust_remote_code=part.may_run_code())
+        check_layer_count(part.path, config.to_dict())
+    return config
 
 
 def _get_model_class(where: str, part: PartConfig, config: PreTrainedConfig, auto_class: Any) -> Any:

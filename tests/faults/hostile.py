@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import hashlib
 import html.parser
 import io
@@ -21,16 +20,12 @@ import pickle
 import random
 import resource
 import shutil
-import signal
 import sys
 import tarfile
 import tempfile
 import time
-import traceback
 import wave
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,203 +39,17 @@ from cornstarch.config.config_file import load_config
 from cornstarch.data.formats import open_source
 from cornstarch.data.media import image_size, load_audio, load_image, sound_length
 from cornstarch.data.sample import Media, SampleError
-from cornstarch.errors import ConfigError
 from cornstarch.files import own_digest
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
 from cornstarch.report import write_report
 from cornstarch.tasks.build import build_task
 from cornstarch.tasks.conversation import PROCESSOR_FOLDER
 from cornstarch.trainer.trainer import Trainer
+from tests.faults.changes import SCRIPT, TEXTS, VALUES, change_bytes, change_data, change_json, encode
+from tests.faults.watch import Harm, Tally, Watch, judge
 from tests.trainer.tiny import tiny_config
 
-SECONDS = 30.0  # of a case, after which it hangs
 MEMORY = 6 * 2**30  # bytes beyond what the process has
-
-SCRIPT = "<script>alert('hostile')</script>"
-TEXTS = [
-    "os:system", "os.system", "subprocess:run", "builtins:exec", "pickle:loads", "../outside", "../../../outside",
-    "/outside/of/it", "..", ".", "/", "", "\x00", "a\x1b]0;owned\x07", "\ud800", "\u202e", "{{ 7*7 }}", "{% for %}",
-    SCRIPT, '" onmouseover="alert(1)', "javascript:alert(1)", "</script><script>alert(1)", "%n%s", "x" * 10_000,
-    "file:///etc/passwd", "http://127.0.0.1:9/x", "s3://bucket/x", "__import__('os').system('true')", "evil.Evil",
-]  # fmt: skip
-VALUES: list[Any] = [
-    *TEXTS, None, True, False, 0, 1, -1, 2**31, 2**63, 10**40, 1e308, -1.5, float("nan"), float("inf"), [], {}, [[]],
-    [None], {"a": {}}, [1, "a"], {"": None}, {"auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}},
-    {"function": "os:system", "arguments": {"command": "touch executed"}}, {"trust_remote_code": True},
-]  # fmt: skip
-
-
-class Hang(BaseException):
-    """A case took too long; no handler of errors must take it for one."""
-
-
-class Harm(Exception):
-    """A case did what it must not."""
-
-
-@dataclass
-class Tally:
-    """What came of the cases of one kind."""
-
-    cases: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    """What must not be: something executed or written outside, a traceback, a hang."""
-
-    def line(self) -> str:
-        shown = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
-        return f"{self.cases} cases: {shown}"
-
-
-# ------------------------------------------------------------------------------------------------ what is watched
-
-_RUN = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn")
-_UNPICKLED = "pickle.find_class"
-_MOVED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-
-class Watch:
-    """Notes what is executed, unpickled or written outside of a folder. An audit hook stays as long as its process."""
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-        self.seen: list[str] = []
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.folder is None:
-            return
-        if event in _RUN or event == "socket.connect":
-            self.seen.append(f"{event} {arguments!r:.200}")
-        elif event == _UNPICKLED and not str(arguments[0]).startswith(("numpy", "torch", "collections", "_codecs")):
-            self.seen.append(f"unpickled {arguments!r:.200}")
-        elif event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING:
-            self._check_path(event, arguments[0])
-        elif event in _MOVED:
-            for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]:
-                self._check_path(event, path)
-
-    def _check_path(self, event: str, path: Any) -> None:
-        if isinstance(path, bytes | str | os.PathLike):
-            whole = os.path.abspath(os.fsdecode(path))
-            if not whole.startswith((f"{self.folder}", "/dev/", "/proc/")):
-                self.seen.append(f"{event} {whole:.200}")
-
-    @contextlib.contextmanager
-    def over(self, folder: Path) -> Iterator[None]:
-        """Watch one case, which may write into `folder` only; raise Harm for what it did, and Hang after a while."""
-
-        def end(number: int, frame: Any) -> None:
-            raise Hang
-
-        before = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        self.folder, self.seen = folder, []
-        try:
-            yield
-        finally:
-            self.folder = None
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        if self.seen:
-            raise Harm("; ".join(self.seen[:3]))
-
-
-def judge(tally: Tally, watch: Watch, folder: Path, what: str, case: Callable[[], str]) -> None:
-    """Run a case, which returns how it ended, and count what came of it."""
-    tally.cases += 1
-    try:
-        with watch.over(folder), contextlib.redirect_stdout(io.StringIO()):
-            outcome = case()
-    except (ConfigError, SampleError) as error:
-        text = str(error)
-        outcome = "refused" if text.strip() and len(text) < 100_000 else "refused without a word"
-        if outcome != "refused":
-            tally.problems.append(f"{what}: {outcome}")
-    except Hang:
-        outcome = "hangs"
-        tally.problems.append(f"{what}: more than {SECONDS:g} s")
-    except Exception as error:
-        outcome = "harm" if isinstance(error, Harm) else "tracebacks"
-        last = "".join(traceback.format_exception(error)[-5:])
-        tally.problems.append(f"{what}: {last:.2500}")
-    if watch.seen and outcome == "refused":
-        outcome = "harm"
-        tally.problems.append(f"{what}: {watch.seen[0]}")
-    if list(folder.parent.rglob("executed")):
-        outcome = "harm"
-        tally.problems.append(f"{what}: its code was executed")
-        for path in folder.parent.rglob("executed"):
-            path.unlink()
-    tally.outcomes[outcome] += 1
-
-
-# ------------------------------------------------------------------------------------------------ changes
-
-
-def list_places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if len(path) > 12:
-        return []
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [place for key, value in items for place in [(*path, key), *list_places(value, (*path, key))]]
-
-
-def change_data(data: Any, chance: random.Random) -> Any:
-    """Return a copy with a few places replaced, removed, renamed or added."""
-    data = copy.deepcopy(data)
-    for _ in range(chance.choice([1, 1, 1, 2, 4])):
-        found = list_places(data)
-        if not found or chance.random() < 0.02:
-            return chance.choice(VALUES)
-        *way, key = chance.choice(found)
-        parent = data
-        for step in way:
-            parent = parent[step]
-        kind = chance.random()
-        if kind < 0.6:
-            parent[key] = copy.deepcopy(chance.choice(VALUES))
-        elif kind < 0.75:
-            del parent[key]
-        elif kind < 0.9 and isinstance(parent, dict):
-            parent[chance.choice([*TEXTS, "auto_map", "function", "path", "sha256"])] = copy.deepcopy(parent[key])
-        else:
-            for _ in range(chance.choice([3, 60, 300])):
-                parent[key] = [parent[key]]
-    return data
-
-
-def change_bytes(content: bytes, chance: random.Random) -> bytes:
-    """Return bytes that are flipped, cut off, repeated, zeroed, nested or replaced."""
-    damaged = bytearray(content)
-    kind = chance.randrange(6)
-    if kind == 0:
-        for _ in range(chance.randint(1, 20)):
-            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
-    elif kind == 1:
-        del damaged[chance.randrange(len(damaged)) :]
-    elif kind == 2:
-        start = chance.randrange(len(damaged))
-        damaged[start : start + chance.choice([1, 16, 512])] = bytes(chance.choice([1, 16, 512]))
-    elif kind == 3:
-        start = chance.randrange(len(damaged))
-        damaged[start:start] = damaged[start : start + 64] * chance.choice([1, 10, 1000])
-    elif kind == 4:
-        place = chance.randrange(max(1, len(damaged) - 4))
-        damaged[place : place + 4] = chance.choice([b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", bytes(4), b"\0\0\0\x80"])
-    else:
-        return chance.choice([b"", b"\0", b"[" * 200_000, b'{"a":' * 100_000, b"\xff\xfe", b"#!/bin/sh\ntouch executed"])
-    return bytes(damaged)
-
-
-def encode(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=True).encode()
-
-
-def change_json(path: Path, chance: random.Random) -> None:
-    content = path.read_bytes()
-    damage = chance.random() < 0.3
-    path.write_bytes(change_bytes(content, chance) if damage else encode(change_data(json.loads(content), chance)))
 
 
 # ------------------------------------------------------------------------------------------------ kinds of cases
@@ -291,11 +100,14 @@ class Cases:
             if number % 3 == 0:
                 path.write_bytes(change_bytes((self.run / "config.yaml").read_bytes(), chance))
             else:
-                text = yaml.safe_dump(change_data(good, chance), allow_unicode=False)
+                data = change_data(good, chance)
+                try:
+                    text = yaml.safe_dump(data, allow_unicode=False)
+                except RecursionError:  # YAML's own writer cannot write what is nested so deeply
+                    text = json.dumps(data)
                 code = "\nevil: !!python/object/apply:os.system ['touch executed']\n"
                 path.write_text(text + (code if number % 30 == 1 else ""), "utf-8", "surrogatepass")
-            # A run folder that somebody has sent is read by more than the command that checks configs.
-            command = ["estimate", "validate", "data check"][number % 50 if number % 50 < 1 else 1]
+            command = {0: "estimate", 50: "data check"}.get(number % 100, "validate")  # the others take longer
             judge(tally, self.watch, own, f"config {number}", lambda c=command, p=path: self._call(c, str(p)))  # type: ignore[misc]
         return tally
 
@@ -558,7 +370,8 @@ def _write_tar(path: Path, chance: random.Random) -> None:
     contents["pkl"] = contents["pyd"] = pickle.dumps(_Executes())
     with tarfile.open(path, "w") as tar:
         for number in range(chance.randint(1, 6)):
-            base = chance.choice([f"{number:03}", f"../{number}", f"/outside/{number}", "a/../../b", "\x1b[31m", "x" * 90])
+            names = [f"{number:03}", f"../{number}", f"/outside/{number}", "a/../../b", "\x1b[31m", "x" * 90]
+            base = chance.choice(names)
             for ending in chance.sample(sorted(contents), chance.randint(1, 3)):
                 entry = tarfile.TarInfo(f"{base}.{ending}")
                 entry.size = len(contents[ending])
@@ -606,7 +419,8 @@ def main() -> None:
     problems = [problem for tally in found.values() for problem in tally.problems]
     for problem in problems[:60]:
         print(problem)
-    print(f"{sum(one.cases for one in found.values())} cases, {len(problems)} problems, {time.monotonic() - began:.0f} s")
+    seconds = time.monotonic() - began
+    print(f"{sum(one.cases for one in found.values())} cases, {len(problems)} problems, {seconds:.0f} s")
     sys.exit(1 if problems else 0)
 
 

@@ -164,6 +164,8 @@ def _load_processor(
         raise ConfigError(f"{folder / PROCESSOR_CONFIG} has format {found}; this version reads {_FORMAT}.")
     modalities: dict[str, Any] = stored["modalities"]
     for name, entry in modalities.items():
+        if not isinstance(entry["token"], str):
+            raise ConfigError(f"{folder / PROCESSOR_CONFIG} is damaged: the token of {name} is {entry['token']!r:.40}.")
         if entry["has_function"] and counted is not None and name not in counted:
             raise ConfigError(
                 f"The processor in {folder} had its own function for the tokens of {name}; functions are not stored. "
