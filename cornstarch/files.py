@@ -6,8 +6,9 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +17,7 @@ from cornstarch.errors import ConfigError
 Manifest = dict[str, dict[str, Any]]
 """By file name: its `size` and `sha256`."""
 
+_MOST_LAYERS = 10_000
 _HASH_THREADS = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock; more threads wait for the disk
 
 
@@ -72,12 +74,40 @@ def check_weight_files(folder: Path) -> None:
             check_inside(path, name)
 
 
+def check_layer_count(source: str, config: Mapping[str, Any]) -> None:
+    """Refuse the config of a model, read from `source`, with more layers than any model has: they are built one by one.
+
+    Other sizes that are too large are refused by the memory.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_layer_count(source, value)
+        elif isinstance(value, int) and value > _MOST_LAYERS and ("layers" in key or "depth" in key):
+            raise ConfigError(f"{source}: {key} = {value:.3g}; expected at most {_MOST_LAYERS:,}.")
+
+
 def parse_json(path: Path, content: bytes | str) -> Any:
     """Return the JSON of a file; ConfigError if it is none, or nested deeper than Python can follow."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
+
+
+@contextmanager
+def as_config_errors(start: str) -> Iterator[None]:
+    """Turn whatever a library raises over files that somebody else may have written into one ConfigError.
+
+    Its text is `start` and what was raised. A library that expects its own files fails on others in any way.
+    A ConfigError stays as it is.
+    """
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{start}{kind}{error}") from error
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -136,7 +166,7 @@ def _damage(path: Path) -> str:
             header = json.loads(file.read(length))
             ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
             expected = 8 + length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return "is damaged: its header cannot be read. Copy or download the file again."
     if size < expected:
         return f"is cut off: it has {size:,} of {expected:,} bytes. Copy or download the file again."

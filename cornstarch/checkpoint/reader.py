@@ -236,7 +236,7 @@ def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = No
     if content.get("sha256") != own_digest(content) or written != files.encode_manifest(content):
         raise ConfigError(f"{path} is damaged or was edited: it does not have the checksum it states.")
     for name, kind in _FIELDS.items():
-        if not isinstance(content.get(name), kind):
+        if name not in content or not isinstance(content[name], kind):
             raise ConfigError(f"{path} is damaged: {name} is {content.get(name)!r}.")
     if not isinstance(content["layout"].get("processes"), int):
         raise ConfigError(f"{path} is damaged: layout is {content['layout']!r}.")

@@ -351,7 +351,7 @@ def open_shards(storage: Storage, path: Path, stack: ExitStack) -> Iterator[Tens
             name, shape, offsets = parts.get(key, (key, sizes, (0,) * len(sizes)))
             box = Box(tuple(offsets), sizes)
             yield TensorShard(name, tuple(shape), dtype, box, partial(_read_stored, handle, key, box))
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} cannot be read: {error}.") from error

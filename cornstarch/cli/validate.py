@@ -257,7 +257,7 @@ def _read_expert_count(part: PartConfig) -> int | None:
     if config is None:
         try:
             config = json.loads((Path(part.path or "") / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # another check reports it, or it is on the hub
+        except (OSError, ValueError, RecursionError):  # another check reports it, or it is on the hub
             return None
     inner = config.get("text_config") if isinstance(config, dict) else None
     for options in (one for one in (config, inner) if isinstance(one, dict)):

@@ -115,7 +115,7 @@ class FeatureStore:
                 return None
             flat = torch.frombuffer(content, dtype=_TYPES[entry["dtype"]], offset=start)
             return flat.reshape(entry["shape"])
-        except (ValueError, KeyError, TypeError, RuntimeError):  # a damaged header
+        except (ValueError, KeyError, TypeError, RuntimeError, RecursionError):  # a damaged header
             return None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 from cornstarch.errors import ConfigError
@@ -52,6 +53,17 @@ class Position:
     """Whether the run is complete."""
     losses: tuple[float, ...] = ()
     """Of the last steps, if spikes are looked for (`loop.on_bad_loss`)."""
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Position:
+        """Return the position that a checkpoint has; TypeError if a value is of another kind. Unknown keys are left."""
+        found = {key: value for key, value in stored.items() if hasattr(cls, key)}
+        for key, value in found.items():
+            default = getattr(cls, key)
+            kinds = (int, float, NoneType) if default is None else list if default == () else type(default)
+            if not isinstance(value, kinds) and not (isinstance(default, float) and type(value) is int):
+                raise TypeError(f"position.{key} is {value!r:.40}")
+        return cls(**{**found, "losses": tuple(map(float, found.get("losses", ())))})
 
     def assign(self, other: Position) -> None:
         """Become equal to another position."""

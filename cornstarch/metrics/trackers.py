@@ -104,7 +104,7 @@ def open_trackers(
     """
     config = json.loads(json.dumps(config_data, default=str))
     ids: dict[str, str] = {}
-    with suppress(OSError, ValueError):  # without the file, the trackers start new runs
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # without the file, the trackers start new runs
         saved = json.loads((folder / IDS).read_text("utf-8"))
         ids = {key: value for key, value in saved.items() if isinstance(value, str)}
     trackers: list[Tracker] = []

@@ -95,7 +95,7 @@ def load_yaml(path: str | Path, command: str) -> Any:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. To write it: cornstarch {command} CONFIG --output {path}"
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: this is not YAML: {str(error).splitlines()[0]}.") from error
 
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, RunConfig, WholeModelConfig
 from cornstarch.errors import ConfigError
-from cornstarch.files import check_weight_files, find_damaged_weights
+from cornstarch.files import as_config_errors, check_layer_count, check_weight_files, find_damaged_weights
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProjector
 from cornstarch.models.multimodal_language_model import configuration_multimodal_language_model as configs
 from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
@@ -182,7 +182,9 @@ def load_part(
     except SafetensorError as error:
         reason = find_damaged_weights(Path(str(part.path))) or error
         raise ConfigError(f"{where}.path = {part.path}\n  {reason}") from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # also by code of transformers that has met values of another kind
         if "Unrecognized configuration class" in str(error):  # the message goes on with the names of all models
             name, kind = getattr(model_class, "__name__", model_class), stored_config.model_type
             raise ConfigError(f"{where}: {name} of transformers knows no {kind!r} model.") from error
@@ -260,16 +262,19 @@ def load_part_config(where: str, part: PartConfig) -> PreTrainedConfig:
         if kind is None:
             raise ConfigError(f"{where}.config has no `model_type`; give the name that transformers has for it.")
         try:
+            check_layer_count(f"{where}.config", sizes)
             return AutoConfig.for_model(kind, **sizes)
+        except ConfigError:
+            raise
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{where}.config: {error}") from error
     assert part.path is not None  # PartConfig
     if part.path.startswith((".", "/")) and not Path(part.path).is_dir():
         raise ConfigError(f"{where}.path = {part.path}\n  There is no such folder.")
-    try:
-        return AutoConfig.from_pretrained(part.path, trust_remote_code=part.may_run_code())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}.path = {part.path}\n  {error}") from error
+    with as_config_errors(f"{where}.path = {part.path}\n  "):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(part.path, trust_remote_code=part.may_run_code())
+        check_layer_count(part.path, config.to_dict())
+    return config
 
 
 def _get_model_class(where: str, part: PartConfig, config: PreTrainedConfig, auto_class: Any) -> Any:

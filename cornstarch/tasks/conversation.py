@@ -227,7 +227,7 @@ def _load_whole_processor(
         )
     except ConfigError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except Exception as error:
         raise ConfigError(f"{WHERE}: the processor of {source} cannot be loaded: {error}") from error
 
 

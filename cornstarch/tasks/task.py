@@ -26,7 +26,7 @@ from cornstarch.data.formats import DataSource
 from cornstarch.data.loader import Collator
 from cornstarch.data.sample import MediaKind, Sample
 from cornstarch.errors import ConfigError
-from cornstarch.files import sync
+from cornstarch.files import as_config_errors, sync
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
 from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import find_processor_class
 from cornstarch.models.multimodal_language_model.preprocessing.tokenization import check_tokenizer
@@ -239,12 +239,18 @@ def load_tokenizer(where: str, part: LanguageModelConfig | WholeModelConfig) -> 
     name = part.tokenizer or part.path
     if name is None:
         raise ConfigError(f"{where} has no `path`: say where its tokenizer is, `tokenizer: <folder>`.")
+    start = f"{where}.tokenizer = {name}\n  "
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=part.may_run_code(name))
-        check_tokenizer(tokenizer)
-        return tokenizer
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}.tokenizer = {name}\n  {error}") from error
+        with as_config_errors(start):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=part.may_run_code(name)
+            )
+        with as_config_errors(""):
+            check_tokenizer(tokenizer)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(start) else f"{start}{text}") from error
+    return tokenizer
 
 
 def load_item_processor(where: str, part: EncoderConfig | WholeModelConfig) -> Any:
@@ -259,7 +265,9 @@ def load_item_processor(where: str, part: EncoderConfig | WholeModelConfig) -> A
     if source is None:
         raise ConfigError(f"{where} has no `path`: give `processor: <folder>` or a `processor_config`.")
     # Not AutoImageProcessor: some versions of it require torchvision.
-    return _get_processor_class(where, _read_class_name(where, source)).from_pretrained(source)
+    found = _get_processor_class(where, _read_class_name(where, source))
+    with as_config_errors(f"{where}.processor = {source}\n  "):
+        return found.from_pretrained(source)
 
 
 def _get_processor_class(where: str, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -105,18 +105,32 @@ class Checkpointer:
         state, config = self._state, self._state.config
         optimizer = state.optimizer
         data = checkpoint.data()
-        with checkpoint.tensors() as tensors:
+        with _name_checkpoint(checkpoint), checkpoint.tensors() as tensors:
             module, scaler, source = state.wrapped_module, state.step.scaler, state.context.random_source
             restore(tensors, data, module, optimizer, ema=self._averages, scaler=scaler, draws_as=source)
             state.restore_sync(tensors, data, log)
+            position = Position.read(data["position"])
         # The config wins over the hyperparameters in the checkpoint: they differ only with allow_changes.
         apply_hyperparameters(optimizer, config.optimizer, state.model.parts, state.trained)
         scale_rates(optimizer, config.optimizer.scale_rate, state.context.replica.count)
         self.saved_at = checkpoint.step
-        position = Position(**{key: value for key, value in data["position"].items() if hasattr(Position, key)})
         if position.ended and position.step < state.total_steps and not should_stop_early(config, position):
             position.ended = False  # the config asks for more steps than before
         return position
+
+
+@contextmanager
+def _name_checkpoint(checkpoint: Checkpoint) -> Iterator[None]:
+    """Name the checkpoint if what it has cannot be restored; its checksums are right, but it may be from anywhere."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(
+            f"{checkpoint.folder} cannot be restored: it does not have what a run writes ({type(error).__name__}: "
+            f"{error}). Delete it to go on from the one before, or begin anew: --restart."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -139,15 +153,17 @@ def load_run(folder: Path, which: CheckpointChoice | int = "best", device: str =
         )
     checkpoint = open_checkpoint(folder, which)
     data = checkpoint.data()
-    placement = DevicePlacement(choose_placement(device, "fp32").device, data["precision"])
+    with _name_checkpoint(checkpoint):
+        placement = DevicePlacement(choose_placement(device, "fp32").device, data["precision"])
+        dtype = DTYPES[placement.precision]
     before = random_state()
     try:
         seed_all(config.seed)  # frozen parts without stored weights get the same random weights as in the run
         task = build_task(config)
     finally:
         restore_random_state(before)
-    cast_parts(split_into_parts(task.model, config.model, config.optimizer), DTYPES[placement.precision])
-    with checkpoint.tensors() as tensors:
+    cast_parts(split_into_parts(task.model, config.model, config.optimizer), dtype)
+    with _name_checkpoint(checkpoint), checkpoint.tensors() as tensors:
         restore_weights(tensors, data, task.model, averaged=config.loop.ema_decay is not None)
     task.model.to(placement.device).eval()
     return LoadedRun(config, task, placement, checkpoint.step)

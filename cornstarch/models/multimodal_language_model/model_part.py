@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import check_layer_count, parse_json
 
 from .configuration_multimodal_language_model import MultimodalProjectorConfig
 from .encoder import FIXED, MultimodalProjector
@@ -192,6 +193,8 @@ def _load_transformers(
         arguments["dtype"] = dtype or reduce(torch.promote_types, known)
     if stored.attn_implementation in _PORTABLE_ATTENTION:
         arguments["attn_implementation"] = stored.attn_implementation
+    config = folder / "config.json"
+    check_layer_count(str(config), parse_json(config, config.read_bytes()))
     loaded: Any = model_class.from_pretrained(folder, **arguments)
     model, report = loaded
     wrong = {reason: list(keys)[:3] for reason, keys in report.items() if keys}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cornstarch import __version__
 from cornstarch.errors import ConfigError
+from cornstarch.files import as_config_errors
 
 from . import model_folder, model_part
 from .encoder import ModalEncoderModule
@@ -202,7 +203,9 @@ def from_pretrained(
     for name, part in stored.parts.items():
         prefix = f"{name}."
         buffers = {key.removeprefix(prefix): one for key, one in stored_buffers.items() if key.startswith(prefix)}
-        loaded = model_part.load_part(name, part, path / name, sources.get(name), buffers, wanted, trust_remote_code)
+        with as_config_errors(f"{path / name} cannot be loaded. "):
+            given = sources.get(name)
+            loaded = model_part.load_part(name, part, path / name, given, buffers, wanted, trust_remote_code)
         parts[name] = loaded if device is None else loaded.to(device)
     parts.update({name: parts[other] for name, other in stored.same_as.items()})
     model = _assemble(frame, stored, parts, chosen)

@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, SequenceFeatureExtractor
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import as_config_errors
 
 from ..unwrap import get_parameter_names
 
@@ -150,12 +151,21 @@ def load_processor(
     `counted` are modalities whose tokens per item can be counted without a stored function; None: all. `classes` are
     those of processors that are not in transformers.
     """
+    with as_config_errors(f"{folder} has a processor that cannot be loaded. "):
+        return _load_processor(folder, counted, classes, trust_remote_code)
+
+
+def _load_processor(
+    folder: Path, counted: Collection[str] | None, classes: Mapping[str, type] | None, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any], dict[str, str]]:
     stored = _read_json(folder / PROCESSOR_CONFIG)
     if stored.get("format") != _FORMAT:
         found = stored.get("format")
         raise ConfigError(f"{folder / PROCESSOR_CONFIG} has format {found}; this version reads {_FORMAT}.")
     modalities: dict[str, Any] = stored["modalities"]
     for name, entry in modalities.items():
+        if not isinstance(entry["token"], str):
+            raise ConfigError(f"{folder / PROCESSOR_CONFIG} is damaged: the token of {name} is {entry['token']!r:.40}.")
         if entry["has_function"] and counted is not None and name not in counted:
             raise ConfigError(
                 f"The processor in {folder} had its own function for the tokens of {name}; functions are not stored. "
