@@ -11,9 +11,9 @@ from torch import nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.batch import check_tokens
 from cornstarch.parallel.expert import check_expert_plan, find_experts
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.tensor.regions import plan_regions
 from cornstarch.parallel.tensor.shard_layers import check_tensor_plan
 from cornstarch.plan.cost import LayerCost, ModuleCost
