@@ -59,7 +59,6 @@ from cornstarch.parallel.expert import measure_balance
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
 from cornstarch.parallel.passes import explain_full_reads
 from cornstarch.pipeline.split import analyze_model
-from cornstarch.plan.expert_options import explain_eager_modules
 from cornstarch.plan.validation import as_data
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task
@@ -126,7 +125,6 @@ class RunModel:
             # Ranks with different tokens drop out different values; those that compute the same draw the same.
             seed_all(config.seed + context.replica.token_shard)
         whole, fraction = find_uncompiled_modules(context.plan, context.world_size), config.loop.activation_fraction
-        whole |= explain_eager_modules(context.plan)
         stages = None if self.parallel.pipeline is None else self.parallel.pipeline.models
         self.acceleration = accelerate_model(
             self.module, context.device, config.compile, fraction, whole, log, config.fp8, stages

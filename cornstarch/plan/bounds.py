@@ -218,5 +218,4 @@ class Bounds:
         module = self.cost.modules[number]
         sequence, vocabulary = list_tp_options(module, tp, self.space)
         flags = again, sequence and ep == 1, vocabulary
-        ways = {"compiled": ep == 1, "gathered": way, "ep": ep}
-        return self.costs.rank_cost(ModuleSharding(module.name, tp, cp, samples, links, *flags, **ways))  # type: ignore[arg-type]
+        return self.costs.rank_cost(ModuleSharding(module.name, tp, cp, samples, links, *flags, gathered=way, ep=ep))

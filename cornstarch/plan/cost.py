@@ -337,12 +337,13 @@ def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -
     layers: list[LayerCost] = []
     known: dict[tuple[object, ...], tuple[LayerCost, tuple[float, ...]]] = {}
     pace = CommunicationPace.of(device)
-    for layer in cost.module(
-        sharding.module, sharding.compiled, sharding.gathered
-    ).layers:  # layers of a stack mostly differ only in their names
-        key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
+    # Layers of a stack mostly differ only in their names. Experts that are shared out are not compiled.
+    eager = cost.module(sharding.module, compiled=False, gathered=sharding.gathered).layers
+    own = cost.module(sharding.module, sharding.compiled, sharding.gathered).layers
+    for layer, plain in zip(own, eager, strict=True):
+        key = (upstream, plain.experts, *[value for name, value in vars(layer).items() if name != "name"])
         if key not in known:
-            one = scale_layer(share_out(layer, sharding.ep, cost.expert_imbalance), sharding, device)
+            one = scale_layer(share_out(layer, sharding.ep, cost.expert_imbalance, plain.experts), sharding, device)
             known[key] = one, _compute_row(one, sharding, upstream, cost.gathered_itemsize, pace)
         one, row = known[key]
         layers.append(one)

@@ -2,7 +2,8 @@
 
 With ep ranks, a rank keeps experts / ep of the experts, with their gradients and optimizer states, and computes as many
 tokens as before: those that the ranks send each other. It is assumed that routers send every rank equally many; where
-they do not, `RunCost.expert_imbalance` says how many the busiest gets. What is dispatched is not compiled.
+they do not, `RunCost.expert_imbalance` says how many the busiest gets. The rest of a layer is compiled as without ep,
+the experts are not.
 """
 
 from __future__ import annotations
@@ -82,14 +83,17 @@ class ExpertCost:
         return float(getattr(self, f"weights_{name}"))
 
 
-def share_out(layer: LayerCost, ep: int, imbalance: float = 1.0) -> LayerCost:
+def share_out(layer: LayerCost, ep: int, imbalance: float = 1.0, eager: ExpertCost | None = None) -> LayerCost:
     """Return the cost of a layer on one of `ep` ranks, without what they send each other.
 
-    `imbalance`: the tokens of the busiest rank's experts over those of the mean.
+    `imbalance`: the tokens of the busiest rank's experts over those of the mean. `eager`: the experts as they are
+    computed in layers that are not compiled. Default: as in this layer.
     """
-    own = layer.experts
-    if own is None or ep == 1:
+    if layer.experts is None or ep == 1:
         return layer
+    layer = _replace_experts(layer, layer.experts, eager or layer.experts)
+    own = layer.experts
+    assert own is not None
     few, rest = {}, 1 - 1 / ep
     for name in ("parameters", "parameter_bytes", "trained_parameters"):
         few[name] = -(-getattr(own, name) // ep)
@@ -115,6 +119,23 @@ def share_out(layer: LayerCost, ep: int, imbalance: float = 1.0) -> LayerCost:
         activation_bytes_recomputed=layer.activation_bytes_recomputed if is_recomputed else kept,
         working_bytes=layer.working_bytes + _BUFFERS * sent // own.modules,
         experts=replace(own, **few, **weights, sent_bytes=sent),  # type: ignore[arg-type]
+    )
+
+
+def _replace_experts(layer: LayerCost, own: ExpertCost, eager: ExpertCost) -> LayerCost:
+    """Return a layer whose experts are computed in another way."""
+    more = {name: getattr(eager, f"tokens_{name}") - getattr(own, f"tokens_{name}") for name in _PASSES}
+    times = {name: max(0.0, getattr(layer, name) + more[name]) for name in _PASSES}
+    kept = max(0, layer.activation_bytes + eager.kept_bytes - own.kept_bytes)
+    is_recomputed = layer.activation_bytes_recomputed < layer.activation_bytes
+    same = {f"weights_{name}": own.get_weight_time(name) for name in _PASSES}
+    return replace(
+        layer,
+        **times,  # type: ignore[arg-type]
+        again=None if layer.again is None else max(0.0, layer.again + more["forward"]),
+        activation_bytes=kept,
+        activation_bytes_recomputed=layer.activation_bytes_recomputed if is_recomputed else kept,
+        experts=replace(eager, **same),
     )
 
 

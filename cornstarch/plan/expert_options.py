@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.data_options import LANGUAGE_MODEL, SPLIT_BACKWARD, UNSYNCHRONIZED, WHOLE_MODEL
+from cornstarch.plan.data_options import SPLIT_BACKWARD, UNSYNCHRONIZED
 
 if TYPE_CHECKING:
     from cornstarch.plan.layout import Layout
@@ -51,14 +51,6 @@ def find_expert_conflicts(module: ModulePlan, data: Any, schedule: str, stages: 
             "Experts lie on other numbers of ranks than other layers, so that data.reshard_after_forward cannot be a "
             "number of ranks.\nUse true or false."
         )
-
-
-def explain_eager_modules(plan: Plan) -> dict[str, str]:
-    """Return the modules whose layers are not compiled, with the reason."""
-    found = {name for name, module in plan.modules.items() if module.ep > 1}
-    if WHOLE_MODEL in found:  # a plan of the whole model is one of its language model, too
-        found.add(LANGUAGE_MODEL)
-    return dict.fromkeys(found, "its tokens are sent to the ranks that hold their experts (ep)")
 
 
 def has_shared_experts(plan: Plan) -> bool:

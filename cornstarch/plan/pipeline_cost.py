@@ -274,8 +274,7 @@ class PipelineCost:
             gathered = self.replicas[name] // self.model_copies if in_passes else 1, candidate.kind != "zero2"
             links = self.links.groups[name]
             compiled = explain_uncompiled(candidate.schedule if candidate.is_pipeline else None) is None
-            # As `explain_eager_modules` says.
-            how = *flags, *gathered, compiled and plan.ep == 1, candidate.kind in GATHERED, plan.ep
+            how = *flags, *gathered, compiled, candidate.kind in GATHERED, plan.ep
             self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *how)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         *self.encoders, self.last = self.plans

@@ -22,6 +22,7 @@ WORDS = (1, 2, 4, 7, 12, 20)
 _EPS = 0.02
 _WHOLE = ("ddp", "zero1")
 _MOE = ("qwen3_moe", "qwen3_next", "mixtral", "mixtral_aux")
+_SHARED = _MOE[:-1]  # a router's loss of all tokens is refused with several replicas
 # What transformers cannot cut along tokens, or in documents: linear attention has a state, not a mask.
 _RECURRENT = ("qwen3_next",)
 
@@ -103,6 +104,8 @@ def _draw_layout(case: dict[str, Any], world: int, drawn: Random) -> dict[str, A
         plan["data"] = _draw_data_kind(case, style, plan["modules"], replicas, drawn)
         if plan["schedule"] == "zero_bubble" and plan["data"]["kind"] not in _WHOLE:
             plan["schedule"] = "1f1b"
+        # With numbers of its own: all that is drawn of other models stays as it was.
+        _share_experts(case, plan, replicas, Random(f"{case['name']} {world} experts"))
         return {"parallel": plan, "replicas": replicas}
     return {"parallel": {"data": {"kind": "ddp"}}, "replicas": world}
 
@@ -219,6 +222,21 @@ def _draw_data_kind(
     if kind in ("fsdp2", "zero2", "zero3") and drawn.random() < 0.1:
         data["wrap"] = "none"
     return data
+
+
+def _share_experts(case: dict[str, Any], plan: dict[str, Any], replicas: int, drawn: Random) -> None:
+    """Share the experts of a model that has some out over ranks with other tokens, mostly; docs/experts.md."""
+    llm, data = plan["modules"].get("language_model", {}), plan["data"]
+    is_adapted = case["llm_train"] == "lora"  # on stacked experts, too
+    if case["llm"] not in _SHARED or is_adapted or plan["schedule"] == "zero_bubble" or data["kind"] == "fsdp1":
+        return
+    ranks = replicas * llm.get("cp", 1) // data.get("replicate", 1)
+    sizes = [size for size in (2, 4) if ranks % size == 0]  # of four experts
+    if not sizes or drawn.random() < 0.2:
+        return
+    llm.pop("tp_sequence", None)
+    plan["modules"] = {**{name: {} for name in case["encoders"]}, **plan["modules"]}
+    plan["modules"]["language_model"] = {**llm, "ep": drawn.choice(sizes)}
 
 
 # ------------------------------------------------------------------------------------------------ data and options
@@ -358,7 +376,7 @@ def _boost(case: dict[str, Any], drawn: Random) -> dict[str, Any]:
     plan.pop("verify", None)
     modules = plan.get("modules") or {name: {} for name in (*case["encoders"], "language_model")}
     for module in modules.values():
-        for option in ("tp_vocabulary", "tp_sequence"):
+        for option in ("tp_vocabulary", "tp_sequence", "ep"):
             module.pop(option, None)
     if not plan.get("modules"):
         plan["ranks"] = "shared"

@@ -28,6 +28,9 @@ def test_all_kinds_are_drawn() -> None:
     for key in ("then", "booster", "evaluated", "features", "precision", "compile"):
         assert any(key in case for case in MANY), key
     assert any(case["data"].get("balance_encoders") for case in MANY)
+    shared = [one for case in MANY for one in case["parallel"].get("modules", {}).values() if one.get("ep", 1) > 1]
+    assert {one["ep"] for one in shared} == {2, 4}
+    assert any("stages" in one for one in shared) and any(one.get("tp", 1) > 1 for one in shared)
     assert any(not answer for case in MANY for *_, answer in case["kinds"])
 
 

@@ -68,7 +68,7 @@ def test_search_equals_brute_force_where_sharded_kinds_compute_otherwise() -> No
 
 
 def test_search_equals_brute_force_with_experts_over_ranks() -> None:
-    """Every number of ranks for experts, with every kind, schedule and memory limit; several win with ep."""
+    """Every number of ranks for experts, with every kind, schedule and memory limit; some win with ep."""
     draw, winners, fitting = random.Random(3), set(), 0
     space = SearchSpace(kinds=("ddp", "zero1", "zero3", "hsdp"), schedules=("1f1b", "interleaved", "zero_bubble"))
     for number in range(40):
@@ -84,7 +84,7 @@ def test_search_equals_brute_force_with_experts_over_ranks() -> None:
             fitting += 1
             winners |= {(best.candidate.kind, ep) for _, ep in best.candidate.expert_sizes}
     assert fitting > 20
-    assert {kind for kind, _ in winners} >= {"ddp", "zero3"} and {ep for _, ep in winners} >= {2, 4}, winners
+    assert winners >= {("ddp", 2), ("zero3", 2)}, winners
 
 
 def test_candidates_with_experts_over_ranks_are_executable() -> None:

@@ -74,7 +74,10 @@ def _derive_dispatching_class(kind: type[nn.Module]) -> type[nn.Module]:
         _, hidden, index, weights = signature.bind(self, *inputs, **options).arguments.values()
         return _run_experts(self, partial(kind.forward, self), hidden, index, weights)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    # All of the call, with the hooks of FSDP around it, is left out of graphs: how many tokens come is known only then,
+    # and ranks wait for one another. What is before and after it in a layer is compiled.
+    call = torch.compiler.disable(kind.__call__)
+    return type(kind.__name__, (kind,), {"forward": forward, "__call__": call, "__module__": kind.__module__})
 
 
 def _run_experts(

@@ -13,7 +13,6 @@ from cornstarch.cli import read_checked_config
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.parallel.expert import check_expert_plan, find_experts
 from cornstarch.plan import Layout, Plan
-from cornstarch.plan.expert_options import explain_eager_modules
 from tests import zoo
 
 
@@ -72,11 +71,6 @@ def test_names_of_other_tools_lead_to_ep() -> None:
 
 def test_a_plan_is_described() -> None:
     assert "experts over ep 2" in plan().describe()
-
-
-def test_layers_with_experts_elsewhere_are_not_compiled() -> None:
-    assert set(explain_eager_modules(plan())) == {"language_model"} and not explain_eager_modules(plan(ep=1))
-    assert set(explain_eager_modules(Plan.from_data({"modules": {"model": {"ep": 2}}}))) == {"model", "language_model"}
 
 
 # ------------------------------------------------------------------------------------------------ models
