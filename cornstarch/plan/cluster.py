@@ -25,6 +25,8 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Data types of matrix multiplications; tf32 must be enabled by the program."""
 REACHED = ("products", "attention", "attention_backward", "memory")
 """What programs reach a fraction of: the peak rate in products of matrices and attention, the memory's bandwidth."""
+ERRORS = (*REACHED, "layers", "links")
+"""What measurements have an error of: the fractions that are reached, layers of a run, and links inside a node."""
 MOST_IN_A_NODE = 16
 """More GPUs than this in a node are treated as a typo in a name; a file may describe larger nodes."""
 
@@ -246,6 +248,8 @@ class Cluster:
     """Bytes per second that a node reads; None: unknown."""
     measured: bool = False
     """Whether the figures were measured, rather than taken from data sheets."""
+    errors: tuple[tuple[str, float], ...] = ()
+    """The relative standard errors of measured figures (`ERRORS`), from which predictions get an error bar."""
 
     def __post_init__(self) -> None:
         for what, count in (("nodes", self.nodes), ("per_node", self.per_node)):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from cornstarch.errors import ConfigError
 from cornstarch.plan import cluster as catalogue
 from cornstarch.plan import validation as mistakes
-from cornstarch.plan.cluster import DTYPES, REACHED, Cluster, Device, find_node_link
+from cornstarch.plan.cluster import DTYPES, ERRORS, REACHED, Cluster, Device, find_node_link
 from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Link
 from cornstarch.plan.validation import Mistake, format_value, suggestion
 
@@ -67,7 +67,7 @@ def format_quantity(value: float, unit: Unit) -> str:
     return text if exact else repr(value)
 
 
-_CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured"]
+_CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured", "errors"]
 _DEVICE = ["name", "memory", "bandwidth", "flops", "bf16", "power", "full_power", "spread", "slowdown", "reached"]
 _LINK = ["bandwidth", "latency", "reached"]
 _MAX_BYTES = 1_000_000
@@ -160,9 +160,17 @@ class _Reader:
             self._add_mistake(("name",), name, "Expected a text.")
         if not isinstance(measured, bool):
             self._add_mistake(("measured",), measured, "Expected true or false.")
+        errors = self._read_errors(given.get("errors", {}))
         if nodes is None or per_node is None or one is None or inside is None or between is None:
             return None
-        return Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, **disks)
+        return Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, errors=errors, **disks)
+
+    def _read_errors(self, data: Any) -> tuple[tuple[str, float], ...]:
+        given = self._read_mapping(data, list(ERRORS), ("errors",)) or {}
+        for key, value in given.items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                self._add_mistake(("errors", key), value, "Expected a relative error such as 0.05, at least 0.")
+        return tuple((key, float(value)) for key, value in given.items() if type(value) in (int, float))
 
     def _read_device(self, data: Any) -> Device | None:
         path = ("device",)
@@ -314,6 +322,8 @@ def as_yaml(cluster: Cluster) -> str:
     for key, speed in (("disk", cluster.disk), ("disk_read", cluster.disk_read)):
         lines += [f"{key}: {format_quantity(speed, 'B/s')}"] if speed is not None else []
     lines += ["measured: true"] if cluster.measured else []
+    errors = ", ".join(f"{key}: {value!r}" for key, value in cluster.errors)
+    lines += [f"errors: {{{errors}}}"] if errors else []
     return "\n".join(lines) + "\n"
 
 

@@ -151,6 +151,8 @@ class RunCost:
     """The same where layers are not compiled."""
     gathered_itemsize: int | None = None
     """Bytes of a gathered number with sharded kinds; None: as stored."""
+    is_measured: bool = False
+    """Whether the times of layers were measured (`cornstarch profile`)."""
     straggler: tuple[tuple[int, float], ...] = ()
     """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
 
