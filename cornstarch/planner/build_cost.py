@@ -369,7 +369,7 @@ def write_costs(path: str | Path, cost: RunCost, measured_on: str) -> None:
     """Write costs to a file for `read_costs`; `measured_on`: the name of the device."""
     import yaml
 
-    data, usual = asdict(cost), {one.name: one.default for one in fields(LayerCost)}
+    data, usual = asdict(replace(cost, parts=())), {one.name: one.default for one in fields(LayerCost)}
     for key in _MODULES:
         data[key] = {one.pop("name"): one for one in data.pop(key)}
         for module in data[key].values():

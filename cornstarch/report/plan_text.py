@@ -126,7 +126,8 @@ def explain_choice(found: SearchResult) -> list[str]:
     fractions.sort(key=lambda part: -part[0])
     parts = [f"{text} {fraction:.0%}" for fraction, text in fractions if fraction >= 0.005]
     times = [f"Where the time of the busiest device goes: {', '.join(parts)}."] if parts else []
-    return [*_compare_traits(best, others), *times]
+    used = [f"Only {found.used} is used: beside other kinds of nodes it would wait for them."] if found.used else []
+    return [*used, *_compare_traits(best, others), *times]
 
 
 def _compare_traits(best: Prediction, others: Sequence[Prediction]) -> Iterator[str]:
