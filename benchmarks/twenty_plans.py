@@ -146,8 +146,8 @@ def build_page(outcomes: list[Outcome], left: list[Case]) -> str:
         "# Twenty plans",
         "",
         "`python benchmarks/twenty_plans.py --output benchmarks/results/twenty_plans.md`, 2026-11-19. **Everything",
-        "here is predicted; nothing ran.** Plans are those of `cornstarch plan CONFIG --cluster NAME`: fully trained, in",
-        "bf16, a batch of *rows × tokens*. Clusters are of the catalogue (docs/clusters.md). The search takes the CPU",
+        "here is predicted; nothing ran.** Plans are those of `cornstarch plan CONFIG --cluster NAME`: fully trained,",
+        "in bf16, a batch of *rows × tokens*. Clusters are of the catalogue (docs/clusters.md). The search takes the CPU",
         f"seconds in the last column, after the trace of layers; all of it took {total:.0f} CPU-seconds.",
         "",
         "| run | cluster | batch | plan | step | tokens/s | MFU | memory | search |",
@@ -187,8 +187,8 @@ def main() -> None:
             outcomes.append(plan_case(case))
             print(format_plan(outcomes[-1]))
             print(format_comparison(outcomes[-1]), flush=True)
-    if given.output is not None:
-        given.output.write_text(build_page(outcomes, left))
+            if given.output is not None:
+                given.output.write_text(build_page(outcomes, left))
 
 
 if __name__ == "__main__":
