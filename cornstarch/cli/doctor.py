@@ -110,6 +110,9 @@ def _measure(output: Path | None, nproc: int | None, quick: bool) -> None:
     table = Table("what", "measured", title=f"{cluster.per_node} × {cluster.device.name}")
     for dtype, speed in cluster.device.rates:
         table.add_row(f"matmul in {dtype}", format_quantity(speed, "FLOP/s"))
+    for name, fraction in cluster.device.reached:
+        error = dict(cluster.errors).get(name, 0.0)
+        table.add_row(f"{name.replace('_', ' ')} reached", f"{fraction:.0%} of that, ± {error:.0%}")
     table.add_row("memory", format_quantity(cluster.device.bandwidth or 0.0, "B/s"))
     for kind, link in cluster.inside.collectives:
         error = fit_error([one for one in result.timings if one.kind == kind], link)  # of the fitted line

@@ -23,7 +23,7 @@ from cornstarch.cli import (
 )
 from cornstarch.errors import ConfigError
 from cornstarch.report import plan_text
-from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time
+from cornstarch.report.number_format import format_bytes, format_count, format_error, format_percent, format_step_time
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,6 +55,11 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Measured costs, from `cornstarch profile`.")
     ] = None,
     facts: Facts = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="First measure this machine and the run's layers; write both there."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="--calibrate: take seconds, and be less exact.")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the best plan, for `cornstarch train --plan`.")
     ] = None,
@@ -83,12 +88,7 @@ def plan(
 
     # All mistakes are reported before the wait for torch.
     run = load_config(config, overrides or ())
-    if cluster is not None and nproc is not None:
-        raise ConfigError("--cluster and --nproc: the cluster sets the number of processes. Use one of them.")
-    if costs is not None and facts is not None:
-        raise ConfigError("--costs and --facts: costs were measured for a certain sample size. Use one of them.")
-    if price is not None and not 0 < price < float("inf"):
-        raise ConfigError(f"--price {price:g}: expected dollars per GPU hour, above 0.")
+    _check_options(cluster, nproc, costs, facts, price, calibrate, quick)
     sizes = [] if what_if is None else parse_sizes(what_if)
     data = None if facts is None else read_data_statistics(facts)
     machines = None
@@ -102,12 +102,14 @@ def plan(
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
 
+    if calibrate is not None:
+        run = _calibrate(run, calibrate, nproc, quick, data)
     page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data)
     page = replace(page, price=price)
     if quiet:
         print(plan_text.describe_auto_plan(page.best, page.cluster))
     else:
-        _print_plans(page, top, "measured" if costs is not None else "estimated", data)
+        _print_plans(page, top, "measured" if page.cost.is_measured else "estimated", data)
     if sizes:
         page = _compare_sizes(page, run, sizes)
     if output is not None:
@@ -118,6 +120,28 @@ def plan(
     if html is not None:
         write_file("--html", html, render_plan(page))
         print(html)
+
+
+def _check_options(
+    cluster: str | None,
+    nproc: int | None,
+    costs: Path | None,
+    facts: Path | None,
+    price: float | None,
+    calibrate: Path | None,
+    quick: bool,
+) -> None:
+    """Refuse options that do not go together."""
+    if cluster is not None and nproc is not None:
+        raise ConfigError("--cluster and --nproc: the cluster sets the number of processes. Use one of them.")
+    if costs is not None and facts is not None:
+        raise ConfigError("--costs and --facts: costs were measured for a certain sample size. Use one of them.")
+    if calibrate is not None and (cluster is not None or costs is not None):
+        raise ConfigError("--calibrate measures this machine and the run's layers: leave --cluster and --costs out.")
+    if quick and calibrate is None:
+        raise ConfigError("--quick is an option of --calibrate. Add --calibrate FOLDER.")
+    if price is not None and not 0 < price < float("inf"):
+        raise ConfigError(f"--price {price:g}: expected dollars per GPU hour, above 0.")
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -135,6 +159,19 @@ def parse_sizes(text: str) -> list[int]:
     if 0 in sizes:
         raise ConfigError(f"--what-if {text}: 0 GPUs; expected at least 1.")
     return sorted(set(sizes))[:_MAX_SIZES]
+
+
+def _calibrate(run: RunConfig, folder: Path, nproc: int | None, quick: bool, data: DataStatistics | None) -> RunConfig:
+    """Measure this machine and the run's layers; return the run with the files that were written."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting …") as status, import_quickly():
+        from cornstarch.planner.calibrate import calibrate_run
+
+        quiet_libraries()
+        found = calibrate_run(run, folder, nproc, quick, data, lambda words: status.update(f"measuring {words} …"))
+    print(f"Measured this machine and the layers of {run.name}: {found.cluster} and {found.costs}.")
+    return found.config
 
 
 def _this_machine(run: RunConfig, nproc: int | None) -> Cluster:
@@ -155,13 +192,13 @@ def _search_plan(
     run: RunConfig, machines: Cluster, uses_all: bool, costs: Path | None, data: DataStatistics | None
 ) -> PlanReport:
     """Return the best plan and its rivals; ConfigError if nothing fits."""
-    with _show_status("estimating the cost of layers" if costs is None else "reading the cost of layers"):
-        with import_quickly():  # also the trace: nearly all of its objects stay, or are freed without a collection
-            from cornstarch.planner import search_run
-            from cornstarch.report.plan_page import PlanReport
+    status = _show_status("estimating the cost of layers" if costs is None else "reading the cost of layers")
+    with status, import_quickly():  # also the trace: nearly all of its objects stay, or are freed without a collection
+        from cornstarch.planner import search_run
+        from cornstarch.report.plan_page import PlanReport
 
-            quiet_libraries()
-            cost = search_run.cost_of(run, machines, costs or run.parallel.costs, data)
+        quiet_libraries()
+        cost = search_run.cost_of(run, machines, costs or run.parallel.costs, data)
     with _show_status(f"searching plans for {machines.name}"):
         found = search_run.plan_run(run, machines, cost, _MAX_OTHERS)
         if found.best is None:
@@ -207,7 +244,8 @@ def _build_plan_table(page: PlanReport, top: int) -> Table:
     table = build_figure_table("", *names, left=("plan",), no_wrap=True, show_lines=True)
 
     def add_row(name: str, one: Prediction, compared: str, reason: str) -> None:
-        figures = [format_step_time(one.step), compared, plan_text.format_rate(one), format_percent(one.mfu)]
+        step = f"{format_step_time(one.step)}{format_error(one.error)}"
+        figures = [step, compared, plan_text.format_rate(one), format_percent(one.mfu)]
         memory = f"{format_bytes(one.peak)}\nof {format_bytes(one.limit)}"
         described = "\n".join([*plan_text.describe_choice(one.candidate), *filter(None, [reason])])
         table.add_row(name, *figures, memory, *page.format_price(one, page.cluster.devices), described)

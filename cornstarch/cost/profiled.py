@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median, pstdev
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ class ProfiledCost:
             costs.append(self._measure(call))
             times = {name: median(getattr(one, name) for one in costs) for name in _TIMES}
             self._known[key] = replace(costs[0], **times)
+
+    def list_spreads(self) -> list[tuple[float, float]]:
+        """Return the time of each kind of call, and the standard deviation between its measurements."""
+        passes = ([sum(getattr(one, name) for name in _TIMES) for one in costs] for _, costs in self._own.values())
+        return [(mean(times), pstdev(times)) for times in passes]
 
     def _measure(self, call: ModuleCall) -> CallCost:
         analytic = self._analytic(call)

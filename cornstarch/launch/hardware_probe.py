@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cornstarch.errors import ConfigError
@@ -18,7 +19,16 @@ from cornstarch.launch.launcher import World, current_world, launch
 from cornstarch.launch.local_launcher import gpu_count
 from cornstarch.launch.process_group import start_process_group
 from cornstarch.plan.cluster import Cluster, find_device_or_unknown, find_node_link, replace_rates
-from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Collective, Link, Timing, fit_links
+from cornstarch.plan.communication import (
+    BETWEEN_NODES,
+    COLLECTIVES,
+    LINKS,
+    Collective,
+    Link,
+    Timing,
+    find_spread,
+    fit_links,
+)
 
 if TYPE_CHECKING or __name__ == "__main__":  # only the processes that measure need torch
     import psutil
@@ -81,9 +91,13 @@ def build_cluster(found: Mapping[str, Any], timings: list[Timing], processes: in
         memory=found["memory"],
         bandwidth=_round(found["bandwidth"]),
         has_bf16=found["has_bf16"],
+        reached=tuple((name, _round(value)) for name, value in found.get("reached", {}).items()),
     )
     inside = _round_link(fit_links(timings)) if timings else find_node_link(one)
-    return Cluster(1, processes, one, inside, LINKS[BETWEEN_NODES], name=f"{processes}x{one.name}", measured=True)
+    found_errors = {**found.get("errors", {}), **({"links": find_spread(timings, inside)} if timings else {})}
+    errors = tuple((name, _round(value)) for name, value in found_errors.items())
+    between, name = LINKS[BETWEEN_NODES], f"{processes}x{one.name}"
+    return Cluster(1, processes, one, inside, between, name=name, measured=True, errors=errors)
 
 
 def _round_link(link: Link) -> Link:
@@ -123,6 +137,8 @@ class SynchronizedTimer:
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device, self._seconds = device, seconds
+        self.spreads: list[float] = []
+        """The relative standard deviation between the repetitions of each time."""
 
     def time(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call. Every rank must time it, and repeats it equally often."""
@@ -130,7 +146,9 @@ class SynchronizedTimer:
         once = self._slowest(self._block(call, 1))
         repetitions = min(MAX_REPETITIONS, max(1, int(self._seconds / BLOCKS / max(once, 1e-9))))
         blocks = BLOCKS if once < self._seconds else 1
-        return self._slowest(min(self._block(call, repetitions) for _ in range(blocks)))
+        times = [self._block(call, repetitions) for _ in range(blocks)]
+        self.spreads += [self._slowest(pstdev(times) / mean(times))] if blocks > 1 else []
+        return self._slowest(min(times))
 
     def _block(self, call: Callable[[], object], repetitions: int) -> float:
         self._slowest(0.0)  # a barrier: all begin together
@@ -198,6 +216,8 @@ def _build_collective(kind: Collective, count: int, device: torch.device, world:
 def _run_worker(results: Path, quick: bool) -> None:
     # Newer versions of torch rename some collectives; older versions do not have the new names.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated")
+    from cornstarch.launch.kernel_probe import measure_kernels
+
     world = current_world()
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = QUICK if quick else ON_GPU if device_type == "cuda" else ON_CPU
@@ -214,6 +234,7 @@ def _run_worker(results: Path, quick: bool) -> None:
         target = torch.empty_like(source)
         # Bytes per second of a copy within memory, read and written bytes together.
         found["bandwidth"] = 2 * sizes.copied / timer.time(lambda: target.copy_(source))
+        found |= measure_kernels(timer, device, sizes.matrix, found["rates"], sizes.copied, found["bandwidth"])
         found["timings"] = []
         for size in sizes.messages if world.size > 1 else ():
             count = -(-size // (4 * world.size)) * world.size  # a multiple of the world size: equal shards

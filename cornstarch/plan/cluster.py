@@ -25,6 +25,8 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Data types of matrix multiplications; tf32 must be enabled by the program."""
 REACHED = ("products", "attention", "attention_backward", "memory")
 """What programs reach a fraction of: the peak rate in products of matrices and attention, the memory's bandwidth."""
+ERRORS = (*REACHED, "layers", "links")
+"""What measurements have an error of: the fractions that are reached, layers of a run, and links inside a node."""
 MOST_IN_A_NODE = 16
 """More GPUs than this in a node are treated as a typo in a name; a file may describe larger nodes."""
 
@@ -246,6 +248,10 @@ class Cluster:
     """Bytes per second that a node reads; None: unknown."""
     measured: bool = False
     """Whether the figures were measured, rather than taken from data sheets."""
+    errors: tuple[tuple[str, float], ...] = ()
+    """The relative standard errors of measured figures (`ERRORS`), from which predictions get an error bar."""
+    parts: tuple[Cluster, ...] = ()
+    """Its kinds of nodes, in the order of ranks, if it has several (`cornstarch.plan.mixed_cluster`)."""
 
     def __post_init__(self) -> None:
         for what, count in (("nodes", self.nodes), ("per_node", self.per_node)):
@@ -290,6 +296,13 @@ class Cluster:
 
     def resize(self, nodes: int, per_node: int) -> Cluster:
         """Return another number of the same devices and links."""
+        if self.parts:
+            if (nodes, per_node) == (self.nodes, self.per_node):
+                return self
+            raise ConfigError(
+                f"{self.name}: a cluster of several kinds of nodes has the {self.nodes} × {self.per_node} devices that "
+                f"its file lists, not {nodes} × {per_node}."
+            )
         return replace(self, nodes=nodes, per_node=per_node, name=format_cluster_name(self.device, nodes, per_node))
 
     @property
@@ -315,6 +328,8 @@ class Cluster:
         """Return the cluster on one line."""
         from cornstarch.plan.cluster_file import format_quantity
 
+        if self.parts:
+            return "; ".join(part.describe() for part in self.parts)
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.per_node} × {self.device.name}"
         words = [nodes, f"{self.device.memory / 2**30:.1f} GiB each"]
         links = [(self.per_node, self.inside, "inside a node"), (self.nodes, self.between, "between nodes")]

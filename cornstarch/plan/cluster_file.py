@@ -14,7 +14,7 @@ from typing import Any, Literal
 from cornstarch.errors import ConfigError
 from cornstarch.plan import cluster as catalogue
 from cornstarch.plan import validation as mistakes
-from cornstarch.plan.cluster import DTYPES, REACHED, Cluster, Device, find_node_link
+from cornstarch.plan.cluster import DTYPES, ERRORS, REACHED, Cluster, Device, find_node_link, format_cluster_name
 from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Link
 from cornstarch.plan.validation import Mistake, format_value, suggestion
 
@@ -67,7 +67,7 @@ def format_quantity(value: float, unit: Unit) -> str:
     return text if exact else repr(value)
 
 
-_CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured"]
+_CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured", "errors"]
 _DEVICE = ["name", "memory", "bandwidth", "flops", "bf16", "power", "full_power", "spread", "slowdown", "reached"]
 _LINK = ["bandwidth", "latency", "reached"]
 _MAX_BYTES = 1_000_000
@@ -126,7 +126,11 @@ def _collect_lines(file: Path, node: Any, path: mistakes.Path, lines: dict[mista
     """Collect the line of each key, as deep as a cluster description goes; refuse a key that is given twice."""
     import yaml
 
-    if not isinstance(node, yaml.MappingNode) or len(path) > 3:
+    if isinstance(node, yaml.SequenceNode) and not path[1:]:  # kinds of nodes
+        for number, value in enumerate(node.value):
+            lines[(*path, str(number))] = value.start_mark.line + 1
+            _collect_lines(file, value, (*path, str(number)), lines)
+    if not isinstance(node, yaml.MappingNode) or len(path) > 5:
         return
     for key, value in node.value:
         here, line = (*path, str(key.value)), key.start_mark.line + 1
@@ -147,25 +151,65 @@ class _Reader:
         given = self._read_mapping(data, _CLUSTER, ())
         if given is None:
             return None
+        between = self._read_link(given["between"], ("between",)) if "between" in given else LINKS[BETWEEN_NODES]
+        if isinstance(given.get("nodes"), list):
+            return self._read_kinds(given, between)
         nodes = self._read_count(given.get("nodes", 1), ("nodes",))
         per_node = self._read_count(given.get("per_node", _MISSING), ("per_node",))
         self._processes = per_node or 1
         one = self._read_device(given.get("device", _MISSING))
         inside = find_node_link(one) if one is not None else None
         inside = self._read_link(given["inside"], ("inside",)) if "inside" in given else inside
-        between = self._read_link(given["between"], ("between",)) if "between" in given else LINKS[BETWEEN_NODES]
         disks = {key: self._read_quantity(given[key], "B/s", (key,)) for key in ("disk", "disk_read") if key in given}
         name, measured = given.get("name", ""), given.get("measured", False)
         if not isinstance(name, str):
             self._add_mistake(("name",), name, "Expected a text.")
         if not isinstance(measured, bool):
             self._add_mistake(("measured",), measured, "Expected true or false.")
+        errors = self._read_errors(given.get("errors", {}))
         if nodes is None or per_node is None or one is None or inside is None or between is None:
             return None
-        return Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, **disks)
+        return Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, errors=errors, **disks)
 
-    def _read_device(self, data: Any) -> Device | None:
-        path = ("device",)
+    def _read_kinds(self, given: Mapping[str, Any], between: Link | None) -> Cluster | None:
+        """Return a cluster of several kinds of nodes, which `nodes` lists."""
+        from cornstarch.plan.mixed_cluster import MOST_KINDS, combine_clusters
+
+        for key in given:
+            if key not in ("name", "nodes", "between"):
+                self._add_mistake((key,), given[key], "With a list of `nodes`, each kind in it has its own.")
+        if not 2 <= len(given["nodes"]) <= MOST_KINDS:
+            self._add_mistake(("nodes",), given["nodes"], f"Expected 2 to {MOST_KINDS} kinds of nodes, or a number.")
+        parts = [self._read_kind(one, ("nodes", str(number)), between) for number, one in enumerate(given["nodes"])]
+        found = [part for part in parts if part is not None]
+        if self.found or len(found) < len(parts):
+            return None
+        return combine_clusters(found, given.get("name", ""))
+
+    def _read_kind(self, data: Any, path: mistakes.Path, between: Link | None) -> Cluster | None:
+        given = self._read_mapping(data, ["count", "per_node", "device", "inside", "between"], path)
+        if given is None:
+            return None
+        count = self._read_count(given.get("count", 1), (*path, "count"))
+        per_node = self._read_count(given.get("per_node", _MISSING), (*path, "per_node"))
+        one = self._read_device(given.get("device", _MISSING), (*path, "device"))
+        if one is not None and one.is_cpu:
+            self._add_mistake((*path, "device"), given["device"], "Processors cannot be mixed with other devices.")
+        inside = find_node_link(one) if one is not None else None
+        inside = self._read_link(given["inside"], (*path, "inside")) if "inside" in given else inside
+        between = self._read_link(given["between"], (*path, "between")) if "between" in given else between
+        if count is None or per_node is None or one is None or inside is None or between is None:
+            return None
+        return Cluster(count, per_node, one, inside, between, name=format_cluster_name(one, count, per_node))
+
+    def _read_errors(self, data: Any) -> tuple[tuple[str, float], ...]:
+        given = self._read_mapping(data, list(ERRORS), ("errors",)) or {}
+        for key, value in given.items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                self._add_mistake(("errors", key), value, "Expected a relative error such as 0.05, at least 0.")
+        return tuple((key, float(value)) for key, value in given.items() if type(value) in (int, float))
+
+    def _read_device(self, data: Any, path: mistakes.Path = ("device",)) -> Device | None:
         if data is _MISSING:
             self._add_mistake(path, _MISSING, "Give a name of the catalogue, or name, memory, bandwidth and flops.")
             return None
@@ -241,7 +285,7 @@ class _Reader:
                 advice = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(LINKS)}."
                 self._add_mistake(path, data, f"There is no such link in the catalogue. {advice}")
             return LINKS.get(data)
-        kinds = [] if len(path) > 1 else list(COLLECTIVES)
+        kinds = [] if path[-1] in COLLECTIVES else list(COLLECTIVES)
         given = self._read_mapping(data, [*_LINK, *kinds], path)
         if given is None:
             return None
@@ -291,11 +335,27 @@ class _Reader:
 
 
 def as_yaml(cluster: Cluster) -> str:
+    lines = [f"name: {json.dumps(cluster.name)}"] if cluster.name else []
+    if cluster.parts:
+        lines.append("nodes:")
+        for part in cluster.parts:
+            first, *rest = _format_nodes(part, "count")
+            lines += [f"- {first}", *(f"  {line}" for line in rest)]
+        return "\n".join(lines) + "\n"
+    lines += _format_nodes(cluster, "nodes")
+    for key, speed in (("disk", cluster.disk), ("disk_read", cluster.disk_read)):
+        lines += [f"{key}: {format_quantity(speed, 'B/s')}"] if speed is not None else []
+    lines += ["measured: true"] if cluster.measured else []
+    errors = ", ".join(f"{key}: {value!r}" for key, value in cluster.errors)
+    lines += [f"errors: {{{errors}}}"] if errors else []
+    return "\n".join(lines) + "\n"
+
+
+def _format_nodes(cluster: Cluster, count: str) -> list[str]:
     one = cluster.device
     rates = dict(one.rates) or {"fp16": one.flops_of("fp16")}
-    lines = [
-        *([f"name: {json.dumps(cluster.name)}"] if cluster.name else []),
-        f"nodes: {cluster.nodes}",
+    return [
+        f"{count}: {cluster.nodes}",
         f"per_node: {cluster.per_node}",
         "device:",
         f"  name: {json.dumps(one.name)}",
@@ -311,10 +371,6 @@ def as_yaml(cluster: Cluster) -> str:
         *_format_link("inside", cluster.inside),
         *_format_link("between", cluster.between),
     ]
-    for key, speed in (("disk", cluster.disk), ("disk_read", cluster.disk_read)):
-        lines += [f"{key}: {format_quantity(speed, 'B/s')}"] if speed is not None else []
-    lines += ["measured: true"] if cluster.measured else []
-    return "\n".join(lines) + "\n"
 
 
 def _list_power(one: Device) -> list[tuple[str, float]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Literal, NamedTuple, get_args
 
 from cornstarch.errors import ConfigError
@@ -189,3 +189,9 @@ def fit_links(timings: Sequence[Timing]) -> Link:
 def fit_error(timings: Sequence[Timing], link: Link) -> float:
     """Return the median relative error of a link's times against measured ones."""
     return median(abs(collective_seconds(one.kind, one.size, one.ranks, link) / one.seconds - 1) for one in timings)
+
+
+def find_spread(timings: Sequence[Timing], link: Link) -> float:
+    """Return the standard deviation of a link's relative errors against measured times."""
+    each = (collective_seconds(one.kind, one.size, one.ranks, link) / one.seconds - 1 for one in timings)
+    return mean(one**2 for one in each) ** 0.5

@@ -158,6 +158,10 @@ class RunCost:
     """The same where layers are not compiled."""
     gathered_itemsize: int | None = None
     """Bytes of a gathered number with sharded kinds; None: as stored."""
+    is_measured: bool = False
+    """Whether the times of layers were measured (`cornstarch profile`)."""
+    parts: tuple[RunCost, ...] = ()
+    """On each kind of device of a cluster that has several."""
     straggler: tuple[tuple[int, float], ...] = ()
     """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
     expert_imbalance: float = 1.0

@@ -21,6 +21,7 @@ from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.memory import Memory
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
+from cornstarch.plan.prediction_error import estimate_error
 from cornstarch.plan.rank_order import find_links
 from cornstarch.plan.simulate import Timeline
 from cornstarch.plan.stage_graph import stage_graph
@@ -91,6 +92,8 @@ class Prediction:
     """By module, the number of its layers."""
     run: PipelineRun
     """A step of one replica, as it is simulated."""
+    error: float | None = None
+    """The error bar of the step, as a fraction of it; None: the cluster was not calibrated."""
 
     @property
     def timeline(self) -> Timeline:
@@ -170,6 +173,7 @@ def predict_pipeline(pipeline: PipelineCost) -> Prediction:
         starts=pipeline.starts,
         layers={name: len(one.layers) for name, one in pipeline.rank_costs.items()},
         run=run,
+        error=estimate_error(breakdown, costs.cluster, costs.cost.is_measured),
     )
 
 

@@ -93,6 +93,8 @@ class SearchResult:
     """The number of simulated candidates."""
     relaxed: tuple[RunnerUp, ...] = ()
     """Between nodes that are far apart: faster plans that change the training, which is why they are not chosen."""
+    used: str = ""
+    """The devices that the best plan uses, if it leaves all of some kinds idle."""
 
     @property
     def message(self) -> str:

@@ -282,12 +282,16 @@ def _build_layer(
 
 
 def profile_run(
-    config: RunConfig, facts: DataStatistics | None = None, on_measure: Callable[[str], None] = lambda words: None
+    config: RunConfig,
+    facts: DataStatistics | None = None,
+    on_measure: Callable[[str], None] = lambda words: None,
+    spread: list[float] | None = None,
 ) -> RunCost:
     """Return the cost of the layers of a run, measured on the device of its config.
 
     One layer of each kind is built there with random weights and run forward and backward. The model itself is not
     built, and no weights are read. `on_measure` is called with a description of each call that is measured.
+    `spread` gets the relative standard deviation between several measurements of all kinds.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -302,6 +306,7 @@ def profile_run(
         batch=config.loop.batch_size,
         optimizer=config.optimizer,
         on_measure=on_measure,
+        spread=spread,
     )
 
 
@@ -315,10 +320,11 @@ def profile_model(
     optimizer: OptimizerConfig | None = None,
     known: dict[str, CallCost] | None = None,
     on_measure: Callable[[str], None] = lambda words: None,
+    spread: list[float] | None = None,
 ) -> RunCost:
     """Return the cost of the layers of a model, measured on a device; the arguments are those of `model_cost`.
 
-    `known`: earlier measurements, which are not repeated; new ones are added.
+    `known`: earlier measurements, which are not repeated; new ones are added. `spread`: as in `profile_run`.
     """
     on_gpu = placement.device.type != "cpu"
     fused = compiles("auto", placement.device) if compiled is None else compiled
@@ -332,13 +338,19 @@ def profile_model(
 
     build = partial(build_cost, model, microbatch, build_cost_model, placement.dtype, on_gpu, batch, optimizer)
     cost = build()
+    if not on_gpu or spread is not None:
+        for _ in range(PASSES - 1):
+            for one in cost_models:
+                one.measure_again()
+        cost = build()
+    cost = replace(cost, is_measured=True)
+    if spread is not None:
+        times = [each for one in cost_models for each in one.list_spreads()]
+        spread.append(sum(deviation for _, deviation in times) / (sum(seconds for seconds, _ in times) or 1.0))
     if on_gpu:
         half = placement.dtype.itemsize if gathers_halves(model, placement.dtype, on_gpu) else None
         return replace(cost, gathered_itemsize=half)
-    for _ in range(PASSES - 1):
-        for one in cost_models:
-            one.measure_again()
-    return build()
+    return cost
 
 
 def get_device_name(config: RunConfig) -> str:
@@ -359,7 +371,7 @@ def write_costs(path: str | Path, cost: RunCost, measured_on: str) -> None:
     """Write costs to a file for `read_costs`; `measured_on`: the name of the device."""
     import yaml
 
-    data, usual = asdict(cost), {one.name: one.default for one in fields(LayerCost)}
+    data, usual = asdict(replace(cost, parts=())), {one.name: one.default for one in fields(LayerCost)}
     for key in _MODULES:
         data[key] = {one.pop("name"): one for one in data.pop(key)}
         for module in data[key].values():
@@ -387,7 +399,7 @@ def read_costs(path: str | Path, on: Device | None = None) -> RunCost:
             )
         given = {name: value for name, value in data.items() if name != _MEASURED_ON}
         modules = {key: _read_modules(key, given.get(key) or {}) for key in _MODULES}
-        return _read(RunCost, "the run", {**given, **modules})
+        return replace(_read(RunCost, "the run", {**given, **modules}), is_measured=True)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -28,16 +28,20 @@ class ExpectedStep:
     """The machines that it was predicted for."""
     is_measured: bool = False
     """Whether these machines were measured."""
+    error: float | None = None
+    """The error bar of the prediction, as a fraction; None: the machines were not calibrated."""
 
     @classmethod
     def of(cls, prediction: Prediction, cost: RunCost, cluster: Cluster) -> ExpectedStep:
         """Return what a prediction says of a run's steps."""
         name = cluster.name or cluster.describe()
-        return cls(prediction.step, cost.batch * cost.tokens, name, cluster.measured)
+        return cls(prediction.step, cost.batch * cost.tokens, name, cluster.measured, prediction.error)
 
     @property
     def tolerance(self) -> float:
-        """By how much real steps may differ, as a fraction."""
+        """By how much real steps may differ, as a fraction: the error bar if there is one."""
+        if self.error is not None:
+            return self.error
         return MEASURED if self.is_measured else CATALOGUE
 
     def scale(self, tokens: float) -> float:

@@ -16,9 +16,10 @@ from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, device, resize_cluster, this_cpu
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.layout import Layout, unexecutable
+from cornstarch.plan.mixed_cluster import combine_costs, search_kinds
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
 from cornstarch.plan.predict import Prediction, predict
-from cornstarch.plan.search import RUNNERS_UP, OwnPlan, ScalingPoint, SearchResult, search
+from cornstarch.plan.search import RUNNERS_UP, OwnPlan, ScalingPoint, SearchResult
 from cornstarch.planner.expected_step import ExpectedStep
 from cornstarch.report.plan_text import build_train_command, describe_auto_plan, describe_prediction
 
@@ -47,7 +48,13 @@ def cost_of(
         rows = next(rows for rows in range(max(1, batch // cluster.devices), 0, -1) if batch % rows == 0)
         loop = config.loop.model_copy(update={"gradient_accumulation_steps": batch // rows})
         split = config.model_copy(update={"loop": loop})
+        if cluster.parts:
+            has_bf16 = cluster.device.has_bf16  # all compute in the same precision
+            kinds = [(replace(part.device, has_bf16=has_bf16), part.measured) for part in cluster.parts]
+            return combine_costs([run_cost(split, one, facts, is_measured=measured) for one, measured in kinds])
         return run_cost(split, cluster.device, facts, is_measured=cluster.measured)
+    if cluster.parts:
+        raise ConfigError(f"{costs}: costs are measured on one kind of device; {cluster.name} has several.")
     from cornstarch.planner import read_costs
 
     measured = read_costs(costs, cluster.device)
@@ -78,13 +85,16 @@ def plan_run(
     """
     cost = cost or cost_of(config, cluster)
     needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
-    modules = cost.modules
-    if needs_whole_modules:
-        modules = tuple(replace(one, tp_sizes=(1,), cp_sizes=(1,), ep_sizes=(1,)) for one in modules)
+
+    def restrict(one: RunCost) -> RunCost:
+        modules = one.modules
+        if needs_whole_modules:
+            modules = tuple(replace(module, tp_sizes=(1,), cp_sizes=(1,), ep_sizes=(1,)) for module in modules)
+        return replace(one, modules=modules, batch=config.loop.batch_size, parts=tuple(map(restrict, one.parts)))
+
     space = space or (WITHOUT_PIPELINE if needs_whole_modules else SearchSpace())
     # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
-    allowed, polish = replace(cost, modules=modules, batch=config.loop.batch_size), config.fp8 == "off"
-    return search(allowed, cluster, space, runners_up, polish=polish)
+    return search_kinds(restrict(cost), cluster, space, runners_up, polish=config.fp8 == "off")
 
 
 def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | None:

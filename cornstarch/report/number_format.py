@@ -86,6 +86,11 @@ def format_step_time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
+def format_error(error: float | None) -> str:
+    """Return an error bar, after a space; nothing if there is none."""
+    return "" if error is None else f" ±{_SPACE}{error * 100:.0f}{_SPACE}%"
+
+
 def format_timestamp(unix: float | None) -> str:
     """Return a point in time, in UTC so that a page is the same everywhere."""
     if unix is None or not math.isfinite(unix):

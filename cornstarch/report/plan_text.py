@@ -6,7 +6,14 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time, pluralize
+from cornstarch.report.number_format import (
+    format_bytes,
+    format_count,
+    format_error,
+    format_percent,
+    format_step_time,
+    pluralize,
+)
 
 if TYPE_CHECKING:
     from cornstarch.plan.candidates import Candidate
@@ -79,7 +86,8 @@ def describe_auto_plan(best: Prediction, cluster: Cluster) -> str:
 
 def describe_prediction(best: Prediction) -> str:
     """Return the figures of a prediction on one line."""
-    figures = [f"{format_step_time(best.step)} a step", f"{format_rate(best)} {select_rate_unit(best)} a second"]
+    step = f"{format_step_time(best.step)}{format_error(best.error)} a step"
+    figures = [step, f"{format_rate(best)} {select_rate_unit(best)} a second"]
     figures += [f"MFU {format_percent(best.mfu)}"] if best.mfu is not None else []
     figures.append(f"{format_bytes(best.peak)} of {format_bytes(best.limit)} on the fullest device")
     return ", ".join(figures).replace("\u00a0", " ")
@@ -120,7 +128,8 @@ def explain_choice(found: SearchResult) -> list[str]:
     fractions.sort(key=lambda part: -part[0])
     parts = [f"{text} {fraction:.0%}" for fraction, text in fractions if fraction >= 0.005]
     times = [f"Where the time of the busiest device goes: {', '.join(parts)}."] if parts else []
-    return [*_compare_traits(best, others), *times]
+    used = [f"Only {found.used} is used: beside other kinds of nodes it would wait for them."] if found.used else []
+    return [*used, *_compare_traits(best, others), *times]
 
 
 def _compare_traits(best: Prediction, others: Sequence[Prediction]) -> Iterator[str]:

@@ -160,7 +160,9 @@ def _build_key_figures(run: RunRecord) -> Iterator[tuple[str, str, str]]:
     ratio, notes = as_number(prediction.get("ratio")), [fmt.pluralize(run.step, "step")] if run.step else []
     if ratio is not None:
         longer = f"{fmt.format_percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
-        notes.append(f"{longer} than predicted for {as_text(prediction.get('cluster'))[:40]}")
+        error = fmt.format_error(as_number(prediction.get("error"))).strip()
+        bar = f" ({error})" if error else ""
+        notes.append(f"{longer} than predicted for {as_text(prediction.get('cluster'))[:40]}{bar}")
     yield "Training time", fmt.format_duration(run.seconds), " · ".join(notes)
     if run.parts:
         total = sum(part.parameters or 0 for part in run.parts)

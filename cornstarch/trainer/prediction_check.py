@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from cornstarch.planner.expected_step import ExpectedStep
-from cornstarch.report.number_format import format_step_time
+from cornstarch.report.number_format import format_error, format_step_time
 
 _WARM_UP = 10  # steps in which layers are compiled and memory is allocated
 _ENOUGH = 20  # steps after which a comparison is worth telling
@@ -48,9 +48,10 @@ class PredictionCheck:
         self._is_told = True
         longer = f"{ratio - 1:.0%} longer" if ratio > 1 else f"{1 - ratio:.0%} shorter"
         real = median(self._real)
+        predicted = f"{format_step_time(real / ratio)}{format_error(self.expected.error)}"
         text = (
-            f"A step takes {format_step_time(real)}, {longer} than the {format_step_time(real / ratio)} that were "
-            f"predicted for {self.expected.cluster}. Where the time goes: cornstarch train --profile."
+            f"A step takes {format_step_time(real)}, {longer} than the {predicted} that were predicted for "
+            f"{self.expected.cluster}. Where the time goes: cornstarch train --profile."
         )
         if not self.expected.is_measured:
             text += (
@@ -62,5 +63,5 @@ class PredictionCheck:
         """Return what the report shows."""
         return {
             "cluster": self.expected.cluster, "seconds": self.expected.seconds, "ratio": self.ratio,
-            "tolerance": self.expected.tolerance,
+            "tolerance": self.expected.tolerance, "error": self.expected.error,
         }  # fmt: skip

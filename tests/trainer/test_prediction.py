@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_a_difference_is_told_once() -> None:
     told = check.read_new()
     assert told is not None and "A step takes 3 s, 50% longer than the 2 s that were predicted for 2xH100" in told
     assert check.read_new() is None and check.describe()["ratio"] == 1.5
+
+
+def test_the_error_bar_decides_where_there_is_one() -> None:
+    for error, is_told in ((0.2, True), (0.6, False)):
+        check = PredictionCheck(replace(expected(), error=error))
+        for step in (10, 20, 30, 40):
+            check.add(step, 10, 3.0, 1000.0)
+        told = check.read_new()
+        assert (told is not None) == is_told
+        assert told is None or "than the 2 s ± 20 % that were predicted" in told.replace("\u00a0", " ")
 
 
 def test_shorter_samples_are_no_difference() -> None:
