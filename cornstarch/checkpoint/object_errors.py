@@ -6,7 +6,7 @@ import errno
 import os
 import re
 
-TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
+TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}  # 409: another request for this key was under way
 
 _TRANSIENT_NUMBERS = {
     errno.EIO, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.EPIPE, errno.ETIMEDOUT, errno.EREMOTEIO,
@@ -37,10 +37,19 @@ class ForbiddenRequestError(StorageError, PermissionError):
 
 def refuse(error: BaseException, message: str) -> StorageError:
     """Return the error of a request that is not repeated, of the kind that `error` is."""
-    for kind in (MissingObjectError, ExistingObjectError, ForbiddenRequestError):
-        if isinstance(error, kind.__bases__[1]):
-            return kind(message)
+    status = find_status(error)
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return MissingObjectError(message)
+    if is_taken(error):
+        return ExistingObjectError(message)
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return ForbiddenRequestError(message)
     return StorageError(message)
+
+
+def is_taken(error: BaseException) -> bool:
+    """Return whether a new object was refused because there is one of that name."""
+    return isinstance(error, FileExistsError) or find_status(error) == 412
 
 
 def is_transient(error: BaseException) -> bool:
@@ -84,7 +93,7 @@ def explain_refusal(error: BaseException) -> str:
         return f"{shown}. Check the credentials in the environment, and what they may do."
     if isinstance(error, FileNotFoundError) or status == 404:
         return f"{shown}. Check the name of the bucket and the endpoint."
-    if isinstance(error, FileExistsError) or status in (409, 412):
+    if is_taken(error):
         return f"{shown}. Another process writes there: give each run a folder of its own."
     if is_transient(error):
         return f"{shown}. Check the network and the state of the store, and start again."

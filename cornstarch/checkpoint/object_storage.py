@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cornstarch.checkpoint.object_errors import StorageError, explain_refusal, is_transient, redact, refuse
+from cornstarch.checkpoint.object_errors import StorageError, explain_refusal, is_taken, is_transient, redact, refuse
 from cornstarch.checkpoint.object_lock import check_held, hold_lock
 from cornstarch.checkpoint.storage import MANIFEST, Chunks
 from cornstarch.errors import ConfigError
@@ -45,6 +45,8 @@ _BEGUN, _LOCK = ".begun", ".lock"
 _TEMPORARY = re.compile(r"(.+)\.tmp\.[0-9a-f]+")
 _ORPHANED = ".tmp.0"
 """The end of the name under which files without a manifest are listed."""
+_ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs")
+"""Stores in which nobody sees an unfinished upload."""
 _PACKAGES = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -52,7 +54,7 @@ def list_protocols() -> set[str]:
     """Return the protocols of fsspec, also those whose package is not installed."""
     import fsspec
 
-    return set(fsspec.available_protocols())
+    return {*fsspec.available_protocols(), *fsspec.registry}  # the second: those that were registered in Python
 
 
 class ObjectStorage:
@@ -83,14 +85,12 @@ class ObjectStorage:
             try:
                 written, etags = self._upload(key, chunks)
                 break
-            except FileExistsError as error:
-                # An earlier attempt may have arrived although its answer was lost.
-                written = _describe_content(chunks)
-                if attempt == 1 or self._read_digest(key) != written["sha256"]:
-                    raise refuse(error, self._describe("put", path, error)) from error
-                etags = set()
-                break
             except Exception as error:
+                if is_taken(error) and attempt > 1:
+                    # An earlier attempt may have arrived although its answer was lost.
+                    written, etags = _describe_content(chunks), set()
+                    if self.digest(path) == written["sha256"]:
+                        break
                 self._wait_or_raise("put", path, error, attempt)
         found = self._retry("look at", path, lambda: self.client.info(key))
         if found["size"] != written["size"]:
@@ -108,12 +108,14 @@ class ObjectStorage:
         first = next(parts, b"")
         following = next(parts, None)
         if following is None:
-            self.client.pipe_file(key, bytes(first), mode="create")
-            return _describe_content([first]), {hashlib.md5(first, usedforsecurity=False).hexdigest()}
+            content = bytes(first)
+            self.client.pipe_file(key, content, mode="create")
+            return _describe_content([content]), {hashlib.md5(content, usedforsecurity=False).hexdigest()}
         sums = b""
         whole = hashlib.md5(usedforsecurity=False)
-        file = self.client.open(key, "xb", block_size=PART_BYTES, autocommit=False)
+        file: Any = None
         try:
+            file = self.client.open(key, "xb", block_size=PART_BYTES, autocommit=False)
             part: bytes | bytearray | None = first
             while part is not None:
                 file.write(part)
@@ -124,13 +126,12 @@ class ObjectStorage:
                 part, following = following, next(parts, None)
             file.close()
             file.commit()
-        except BaseException:
-            # Closing would put what there is; discarding aborts the upload.
+        except BaseException as error:
             with suppress(Exception):
-                file.discard()
-            file.closed = True
-            if self.protocol == "memory":  # has no unfinished uploads
-                with suppress(Exception):
+                if file is not None:
+                    file.discard()  # aborts the upload
+                    file.closed = True  # closing would put what there is
+                if self.protocol not in _ATOMIC and not is_taken(error):
                     self.client.rm_file(key)
             raise
         joined = hashlib.md5(sums, usedforsecurity=False).hexdigest()
@@ -323,10 +324,7 @@ class ObjectStorage:
         return "/".join(names)
 
     def _url(self, path: Path) -> str:
-        return redact(f"{self.protocol}://{'/'.join(path.parts[1:])}")
-
-    def _describe(self, what: str, path: Path, error: BaseException) -> str:
-        return f"could not {what} {self._url(path)}: {explain_refusal(error)}"
+        return redact(f"{self.protocol}://{self._key(path)}")
 
     def _retry(self, what: str, path: Path, ask: Callable[[], T]) -> T:
         """Return the answer to a request, which is repeated while the store is busy or cannot be reached."""
@@ -344,8 +342,9 @@ class ObjectStorage:
             # Jitter: all ranks were refused at once, and must not come back at once.
             time.sleep(min(MAX_DELAY, FIRST_DELAY * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5))
             return
-        tried = f" ({attempt} attempts)" if attempt > 1 else ""
-        raise refuse(error, f"{self._describe(what, path, error)}{tried}") from error
+        tried = f" in {attempt} attempts" if attempt > 1 else ""
+        message = f"could not {what} {self._url(path)}{tried}: {explain_refusal(error)}"
+        raise refuse(error, message) from error
 
 
 def _cut_into_parts(chunks: Chunks) -> Iterator[bytes | bytearray]:
