@@ -161,7 +161,7 @@ def test_a_run_keeps_its_checkpoints_in_the_store(
     other = trainer_of(tiny_config(tmp_path, **section, output=str(tmp_path / "other")))
     with other.checkpoints.claim(), pytest.raises(ConfigError, match="Another process is saving"):
         trainer_of(tiny_config(tmp_path, **section)).fit()
-    assert trainer_of(tiny_config(tmp_path, **section)).fit().steps == 6
+    assert trainer_of(tiny_config(tmp_path, **section)).fit().step == 6
     assert losses(tmp_path / "run") == losses(whole / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert open_checkpoint(tmp_path / "run", "last").step == 6 and load_run(tmp_path / "run", "last").step == 6

@@ -6,6 +6,7 @@ import errno
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from cornstarch.checkpoint import CheckpointStore, object_errors, object_lock, object_storage, read_checkpoint
 from cornstarch.checkpoint.object_storage import ObjectStorage
 from cornstarch.checkpoint.reader import convert_checkpoint
+from cornstarch.checkpoint.shards import Box
 from cornstarch.checkpoint.storage import resolve_storage
 from cornstarch.errors import ConfigError
 from tests.checkpoint.faulty_store import Died, FailAt, FaultyStore
@@ -81,10 +83,8 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint() -> None:
         FaultyStore.reset()
         save(1)
         FaultyStore.hook = hook = FailAt(number, Died())
-        try:
+        with suppress(Died):
             save(2)
-        except Died:
-            pass
         FaultyStore.hook = staticmethod(lambda request: None)
         seen.append(saved_step())
         save(3)
@@ -160,7 +160,8 @@ def test_damage_is_found_before_anything_is_used() -> None:
     FaultyStore().pipe_file(name, bytes(content))
     with pytest.raises(ConfigError, match="tensors-00001.safetensors is damaged"):
         CheckpointStore(URL, keep=1).latest()
-    with pytest.raises(ConfigError, match="damaged on the way"), read_checkpoint(f"{URL}/step_00000001").tensors() as found:
+    one = read_checkpoint(f"{URL}/step_00000001")
+    with pytest.raises(ConfigError, match="damaged on the way"), one.tensors() as found:
         found["w"]
 
 
@@ -171,8 +172,6 @@ def test_only_the_files_that_are_needed_are_downloaded() -> None:
     asked: list[str] = []
     FaultyStore.hook = staticmethod(asked.append)
     with read_checkpoint("faulty://bucket/parts/step_00000001").tensors() as tensors:
-        from cornstarch.checkpoint.shards import Box
-
         assert tensors.read("w", Box((0,), (10,))).tolist() == [1.0] * 10
         downloads = [one for one in asked if one.startswith("before info") and "safetensors" in one]
         assert len(downloads) >= 1 and all("rank-0000" in one for one in downloads)
