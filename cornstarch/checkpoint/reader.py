@@ -170,7 +170,7 @@ class Checkpoint:
             for file in sorted(self.files):
                 if not file.endswith(".safetensors") or (rank is not None and files.file_rank(file) != rank):
                     continue
-                for shard in files.open_shards(self.storage, self.folder / file, stack):
+                for shard in files.open_shards(self.storage, self.folder / file, stack, self.files[file]["sha256"]):
                     known = shards.setdefault(shard.name, [])
                     # In the local form every rank writes all that it has, or an empty placeholder.
                     is_placeholder = not shard.box.numel and shard.box.sizes != shard.shape
@@ -213,7 +213,7 @@ class Checkpoint:
             try:
                 size = self.storage.size(path)
             except OSError as error:
-                raise ConfigError(f"{path} is missing or cannot be read ({error.strerror}).") from error
+                raise ConfigError(f"{path} is missing or cannot be read ({error.strerror or error}).") from error
             if size != entry["size"]:
                 raise ConfigError(f"{path} has {size} bytes, but {entry['size']} were saved.")
 
@@ -252,7 +252,7 @@ def _read_json(storage: Storage, path: Path) -> tuple[bytes, Any]:
     try:
         written = storage.read(path)
     except OSError as error:
-        raise ConfigError(f"{path} is missing or cannot be read ({error.strerror}).") from error
+        raise ConfigError(f"{path} is missing or cannot be read ({error.strerror or error}).") from error
     return written, parse_json(path, written)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint.coordinator import Coordinator
+from cornstarch.checkpoint.object_errors import StorageError
 from cornstarch.checkpoint.reader import Form, read_checkpoint
 from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, TensorShard, is_partition, is_sharded, local_shards
 from cornstarch.checkpoint.storage import Storage
@@ -289,6 +290,10 @@ class CheckpointWriter:
         """Turn a storage failure into a message for the user."""
         try:
             yield
+        except StorageError as error:  # says all that is known
+            raise ConfigError(
+                f"The checkpoint of step {self.step} could not be saved: {error} What was saved before is untouched."
+            ) from error
         except OSError as error:
             size = sum(values.nbytes for tensor in self.tensors.values() for _, values in local_shards(tensor))
             size = size or sum(shard.nbytes for shard in self._shards)

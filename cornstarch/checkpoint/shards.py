@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import add, sub
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cornstarch import __version__
-from cornstarch.checkpoint.storage import Storage, run_in_threads
+from cornstarch.checkpoint.storage import MANIFEST, LocalStorage, RangeStorage, Storage, run_in_threads
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, own_digest
 from cornstarch.kernels.master_weights import MasterWeight
@@ -235,11 +235,11 @@ def is_partition(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 # the offsets.
 
 FORMAT = 1
-MANIFEST = "checkpoint.json"
 DATA = "data.json"
 
 FILE_BYTES = 2**30  # the largest file: files are written and hashed in parallel
 _MIN_FILE_BYTES = 2**26
+_MAX_HEADER_BYTES = 10**8  # as safetensors itself limits it
 WRITERS = min(8, os.cpu_count() or 1)
 
 DTYPES = {
@@ -273,8 +273,18 @@ def write_shards(
     """Write shards to as many files as they need and return the files' manifest entries."""
     files = {f"{prefix}-{n:05d}.safetensors": file for n, file in enumerate(_split_into_files(shards), start=1)}
     return run_in_threads(
-        lambda name: storage.write(folder / name, _encode_safetensors(files[name])), list(files), writers or WRITERS
+        lambda name: storage.write(folder / name, _FileContent(files[name])), list(files), writers or WRITERS
     )
+
+
+@dataclass(frozen=True)
+class _FileContent:
+    """The bytes of a safetensors file, encoded anew each time: a failed upload begins again."""
+
+    shards: Sequence[TensorShard]
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return _encode_safetensors(self.shards)
 
 
 def write_manifest(storage: Storage, folder: Path, files: Manifest, description: Mapping[str, Any]) -> None:
@@ -291,7 +301,7 @@ def encode_manifest(content: Mapping[str, Any]) -> bytes:
 
 def check_written(storage: Storage, folder: Path, files: Manifest) -> None:
     """Read files back and refuse them if they are not what was written."""
-    for name, digest in run_in_threads(lambda name: storage.digest(folder / name), list(files), WRITERS).items():
+    for name, digest in run_in_threads(lambda name: storage.confirm(folder / name), list(files), WRITERS).items():
         if digest != files[name]["sha256"]:
             raise ConfigError(
                 f"A checkpoint was not saved, because other bytes are read than were written ({folder / name}: the "
@@ -339,24 +349,54 @@ def _encode_safetensors(shards: Sequence[TensorShard]) -> Iterator[bytes | memor
         yield shard.read(shard.box).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def open_shards(storage: Storage, path: Path, stack: ExitStack) -> Iterator[TensorShard]:
+def open_shards(storage: Storage, path: Path, stack: ExitStack, sha256: str | None = None) -> Iterator[TensorShard]:
     """Open a file, which `stack` closes, and yield its shards."""
     try:
-        local = stack.enter_context(storage.open_local(path))
-        handle = stack.enter_context(safe_open(local, framework="pt"))
-        parts = json.loads((handle.metadata() or {}).get(_SHARDS_KEY, "{}"))
-        for key in handle.keys():  # noqa: SIM118  (a handle is no mapping)
-            stored = handle.get_slice(key)
-            sizes, dtype = tuple(stored.get_shape()), TORCH_DTYPES[stored.get_dtype()]
+        file = _StoredFile(storage, path, stack, sha256)
+        header = file.read_header() if isinstance(storage, RangeStorage) else file.list_tensors()
+        parts = json.loads((header.pop("__metadata__", None) or {}).get(_SHARDS_KEY, "{}"))
+        for key, stored in header.items():
+            sizes, dtype = tuple(stored["shape"]), TORCH_DTYPES[stored["dtype"]]
             name, shape, offsets = parts.get(key, (key, sizes, (0,) * len(sizes)))
             box = Box(tuple(offsets), sizes)
-            yield TensorShard(name, tuple(shape), dtype, box, partial(_read_stored, handle, key, box))
+            yield TensorShard(name, tuple(shape), dtype, box, partial(_read_stored, file, key, box))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} cannot be read: {error}.") from error
 
 
-def _read_stored(handle: Any, key: str, whole: Box, part: Box) -> Tensor:
+class _StoredFile:
+    """A safetensors file. One that is not on this machine is downloaded when a value of it is needed."""
+
+    def __init__(self, storage: Storage, path: Path, stack: ExitStack, sha256: str | None) -> None:
+        self._storage, self._path, self._stack, self._sha256 = storage, path, stack, sha256
+
+    def read_header(self) -> dict[str, Any]:
+        """Return the header, without the rest of the file."""
+        assert isinstance(self._storage, RangeStorage)
+        length = int.from_bytes(self._storage.read_range(self._path, 0, 8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
+        header = json.loads(self._storage.read_range(self._path, 8, 8 + length))
+        return {key: header[key] for key in sorted(header)}
+
+    def list_tensors(self) -> dict[str, Any]:
+        """Return the header of a file that is here."""
+        stored = {key: self.handle.get_slice(key) for key in self.handle.keys()}  # noqa: SIM118  (no mapping)
+        tensors = {key: {"shape": one.get_shape(), "dtype": one.get_dtype()} for key, one in stored.items()}
+        return {"__metadata__": self.handle.metadata(), **tensors}
+
+    @cached_property
+    def handle(self) -> Any:
+        """The open file."""
+        with self._storage.open_local(self._path) as local:  # a copy is deleted while it is mapped, also by a kill
+            if isinstance(self._storage, RangeStorage) and self._sha256 not in (None, LocalStorage().digest(local)):
+                raise ConfigError(f"{self._path} was damaged on the way, or after it was verified. Start again.")
+            return self._stack.enter_context(safe_open(local, framework="pt"))
+
+
+def _read_stored(file: _StoredFile, key: str, whole: Box, part: Box) -> Tensor:
+    handle = file.handle
     values: Tensor = handle.get_tensor(key) if part == whole else handle.get_slice(key)[part.slices_in(whole)]
     return values

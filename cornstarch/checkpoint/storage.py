@@ -1,7 +1,8 @@
 """Storage backends: where the files of checkpoints are kept.
 
 `CheckpointStore` and `Checkpoint` do all their input and output through a `Storage`, which is chosen by the scheme of
-the folder: no scheme or `file://` is `LocalStorage`. `register_storage` adds a backend for another scheme.
+the folder: no scheme or `file://` is `LocalStorage`; s3, gs and other protocols of fsspec are `ObjectStorage`, unless
+`register_storage` has added a backend for the scheme.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from cornstarch.checkpoint.object_errors import redact
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
 
 Chunks = Iterable[bytes | memoryview]
 T = TypeVar("T")
+
+MANIFEST = "checkpoint.json"
+"""The file that makes a folder a checkpoint; it is written last."""
 
 # `Path` makes s3:/bucket of s3://bucket; one letter is a drive, not a scheme.
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/+")
@@ -36,7 +41,10 @@ class Storage(Protocol):
     """
 
     def write(self, path: Path, chunks: Chunks) -> dict[str, Any]:
-        """Write a new file durably; return its `size` and `sha256`, hashed on the way."""
+        """Write a new file durably; return its `size` and `sha256`, hashed on the way.
+
+        The chunks may be iterated several times, and yield the same bytes each time.
+        """
 
     def read(self, path: Path) -> bytes:
         """Return the content of a small file."""
@@ -49,6 +57,9 @@ class Storage(Protocol):
 
     def digest(self, path: Path) -> str:
         """Return the SHA-256 of the bytes that are stored now."""
+
+    def confirm(self, path: Path) -> str:
+        """Return the SHA-256 of a file that was just written here: read again, or vouched for by the storage."""
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a file or a folder of that name."""
@@ -73,6 +84,14 @@ class Storage(Protocol):
 
     def free_bytes(self, folder: Path) -> int:
         """Return the free space."""
+
+
+@runtime_checkable
+class RangeStorage(Protocol):
+    """A storage that is far away, and of whose files single ranges can be read."""
+
+    def read_range(self, path: Path, start: int, end: int) -> bytes:
+        """Return some bytes of a file."""
 
 
 class LocalStorage:
@@ -101,6 +120,9 @@ class LocalStorage:
     def digest(self, path: Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def confirm(self, path: Path) -> str:
+        return self.digest(path)
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
@@ -145,6 +167,10 @@ class LocalStorage:
 
 
 _backends: dict[str, Callable[[], Storage]] = {"file": LocalStorage}
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
+"""Protocols that are known with one slash, too, as `Path` writes them."""
+_NOT_STORES = ("local", "http", "https", "data", "reference", "simplecache", "blockcache", "filecache", "cached")
+"""Protocols of fsspec that name no place to write objects to."""
 
 
 def register_storage(scheme: str, backend: Callable[[], Storage]) -> None:
@@ -158,15 +184,28 @@ def resolve_storage(folder: str | os.PathLike[str]) -> tuple[Storage, Path]:
     """Return the storage of a folder and the folder's path in it."""
     location = os.fspath(folder)
     found = _SCHEME.match(location)
-    # A single slash without a registered scheme is a local folder whose name has a colon.
-    if found is None or (found[1] not in _backends and "://" not in location):
+    # A single slash without a known scheme is a local folder whose name has a colon.
+    if found is None or ("://" not in location and found[1] not in (*_backends, *_OBJECT_STORES)):
         return LocalStorage(), Path(location)
-    if found[1] not in _backends:
+    scheme, place = found[1], location[found.end() :]
+    if scheme in _backends:
+        return _backends[scheme](), Path("/" + place)
+    from cornstarch.checkpoint.object_storage import ObjectStorage, list_protocols
+
+    if scheme not in _OBJECT_STORES and (scheme in _NOT_STORES or scheme not in list_protocols()):
+        known = sorted({*_backends, "gs", "memory", "s3"})
         raise ConfigError(
-            f"{location}: no storage is registered for {found[1]}://; there is {', '.join(sorted(_backends))}. "
+            f"{redact(location)}: no storage is registered for {scheme}://; there is {', '.join(known)}. "
             "Register one with cornstarch.checkpoint.register_storage."
         )
-    return _backends[found[1]](), Path("/" + location[found.end() :])
+    if "@" in place.partition("/")[0] or "?" in place:
+        raise ConfigError(
+            f"{redact(location)}: a folder is `{scheme}://bucket/path`, without a user, a password or a query. "
+            "Credentials are read from the environment."
+        )
+    if not place.strip("/"):
+        raise ConfigError(f"{location}: expected a bucket, and a folder in it: {scheme}://bucket/path.")
+    return ObjectStorage(scheme), Path(f"{scheme}:/{place}")  # messages name the store
 
 
 def check_empty(folder: str) -> None:

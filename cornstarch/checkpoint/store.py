@@ -8,12 +8,12 @@ import secrets
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from cornstarch.checkpoint.shards import FOLDER_NAME, LEFTOVER_NAME, Tensorlike,
 from cornstarch.checkpoint.storage import resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import own_digest
+
+if TYPE_CHECKING:
+    from cornstarch.checkpoint.peer_memory import PeerMemory
 
 Checkpoints = list[Checkpoint]
 Problems = list[str]
@@ -46,9 +49,12 @@ class CheckpointStore:
         self.problems: Problems = []
         """Why the last `list`, `latest` or `best` skipped checkpoints."""
         self.stager = Stager()
+        self.memory: PeerMemory | None = None
+        """The copies of the run's state in memory, if it keeps any."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._thread_coordinator: Coordinator | None = None
+        self._claim: ExitStack | None = None
 
     def save(
         self,
@@ -79,7 +85,8 @@ class CheckpointStore:
 
         def prepare(resources: ExitStack, step: int) -> tuple[Path, int]:
             self.storage.make_folder(self.folder)
-            resources.enter_context(self.storage.lock(self.folder))
+            if self._claim is None:
+                resources.enter_context(self.storage.lock(self.folder))
             for name in self.storage.list_names(self.folder):
                 if LEFTOVER_NAME.fullmatch(name):  # of an interrupted save or removal
                     self._remove(self.folder / name)
@@ -114,6 +121,18 @@ class CheckpointStore:
         self._thread = threading.Thread(target=run, name="cornstarch checkpoint")
         self._thread.start()
         return writer.target
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Keep other processes from saving here, also between two saves, until the block ends; rank 0 calls it."""
+        with ExitStack() as stack:
+            self.storage.make_folder(self.folder)
+            stack.enter_context(self.storage.lock(self.folder))
+            self._claim = stack
+            try:
+                yield
+            finally:
+                self._claim = None
 
     @property
     def is_saving(self) -> bool:
@@ -183,7 +202,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be read ({error.strerror}).") from error
+            raise ConfigError(f"{self.folder} cannot be read ({error.strerror or error}).") from error
         found = []
         for name in names:
             try:

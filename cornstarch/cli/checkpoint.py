@@ -11,7 +11,7 @@ from cornstarch.cli import WRONG_INPUT
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cornstarch.checkpoint import Checkpoint
+    from cornstarch.checkpoint import Checkpoint, CheckpointStore
 
 _EXPECTED = "Expected the folder of a run, of its checkpoints, or of one checkpoint."
 _FOLDER_HELP = "The folder of a run, of its checkpoints, or of one checkpoint (step_…)."
@@ -88,12 +88,16 @@ def convert_checkpoint(
 
 def _read_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints of a folder and the problems with others; ConfigError if there is neither."""
-    from cornstarch.checkpoint import CheckpointStore, read_checkpoint
+    from cornstarch.checkpoint import CheckpointStore, LocalStorage, read_checkpoint
+    from cornstarch.checkpoint.storage import resolve_storage
     from cornstarch.checkpoint.weights import open_store
     from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, read_run_config
 
     if (folder / "checkpoint.json").is_file() or folder.name.startswith("step_"):
         return [read_checkpoint(folder)], []
+    if not isinstance(resolve_storage(folder)[0], LocalStorage):
+        store = CheckpointStore(folder, keep=1)
+        return _list_found(store, folder)
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}. {_EXPECTED}")
     inside = folder / CHECKPOINTS
@@ -101,6 +105,10 @@ def _read_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
         store = open_store(read_run_config(folder), folder)
     else:
         store = CheckpointStore(inside if inside.is_dir() else folder, keep=1)
+    return _list_found(store, folder)
+
+
+def _list_found(store: CheckpointStore, folder: Path) -> tuple[list[Checkpoint], list[str]]:
     found = store.list()
     if not found and not store.problems:
         raise ConfigError(f"{folder} has no checkpoint. {_EXPECTED}")

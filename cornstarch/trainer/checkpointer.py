@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.checkpoint import Checkpoint, CheckpointStore
+from cornstarch.checkpoint.coordinator import Coordinator
+from cornstarch.checkpoint.peer_memory import open_peer_memory
 from cornstarch.checkpoint.state import capture, restore, restore_weights
 from cornstarch.checkpoint.state_values import random_state, restore_random_state, seed_all
 from cornstarch.checkpoint.weights import CheckpointChoice, open_checkpoint
@@ -37,12 +40,17 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
 def find_checkpoint(
-    store: CheckpointStore, folder: RunFolder, config: RunConfig, allow_changes: bool, log: Callable[[str], None]
-) -> Checkpoint | None:
-    """Return the newest checkpoint, if there is one; refuse a changed config unless `allow_changes`."""
-    checkpoint = store.latest()
-    for problem in store.problems:
-        log(f"A damaged checkpoint is passed over: {problem}")
+    store: CheckpointStore, folder: RunFolder, config: RunConfig, allow_changes: bool, log: Callable[[str], None],
+    resources: ExitStack,
+) -> Checkpoint | None:  # fmt: skip
+    """Return the newest checkpoint, if there is one; refuse a changed config unless `allow_changes`.
+
+    A folder of its own for checkpoints is kept from other runs until `resources` are released.
+    """
+    if config.checkpoint.folder is not None:
+        Coordinator.default().run_on_first(lambda: _keep_claim(store, resources))
+    store.memory = open_peer_memory(folder.path, is_used=config.checkpoint.peer is not None)
+    checkpoint = _find_newest(store, log)
     if checkpoint is None:
         if (folder / METRICS).exists():
             log("The earlier start left no checkpoint: this one begins at the first step.")
@@ -60,6 +68,28 @@ def find_checkpoint(
     return checkpoint
 
 
+def _keep_claim(store: CheckpointStore, resources: ExitStack) -> None:
+    resources.enter_context(store.claim())
+
+
+def _find_newest(store: CheckpointStore, log: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest intact checkpoint, of those on disk and the copies in memory."""
+    memory = store.memory
+    copy = None if memory is None else memory.newest()
+    for problem in [] if memory is None else memory.problems:
+        log(f"A damaged copy in memory is passed over: {problem}")
+    if copy is not None:
+        saved = Coordinator.default().run_on_first(lambda: max((one.step for one in store.list()), default=-1))
+        if copy.step > saved:
+            log(f"Going on from the copy in memory of step {copy.step}; the newest checkpoint on disk: "
+                f"{'none' if saved < 0 else f'step {saved}'}.")  # fmt: skip
+            return copy
+    checkpoint = store.latest()
+    for problem in store.problems:
+        log(f"A damaged checkpoint is passed over: {problem}")
+    return checkpoint
+
+
 class Checkpointer:
     """Saves and restores the state of a run; `log_complete(folder, step)` is called for each complete checkpoint."""
 
@@ -72,15 +102,8 @@ class Checkpointer:
 
     def save(self, position: Position, metric: float | None) -> Path:
         """Save a checkpoint; all ranks must call it. With `checkpoint.background` it is complete later: see `check`."""
-        state = self._state
-        own_tensors, own_data = state.capture_sync()
-        with state.replica_sync.use_averaged_weights():
-            tensors, data = capture(state.wrapped_module, state.optimizer, ema=self._averages, scaler=state.step.scaler)
-            shared = distributed.broadcast_json(asdict(position))  # each rank has its own clock
-            position.seconds = shared["seconds"]
-            data = {**data, **own_data, "position": shared, "precision": state.context.placement.precision}
-            options = state.config.checkpoint
-            tensors = {**tensors, **own_tensors}
+        options = self._state.config.checkpoint
+        with self._capture(position) as (tensors, data):
             path = self._store.save(
                 position.step, tensors, data, metric=metric, form=options.form, wait=not options.background
             )
@@ -88,8 +111,35 @@ class Checkpointer:
         self._pending = (path, position.step)
         return path
 
+    @contextmanager
+    def _capture(self, position: Position) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Give the tensors and the data of the run at this moment; all ranks must call it."""
+        state = self._state
+        own_tensors, own_data = state.capture_sync()
+        with state.replica_sync.use_averaged_weights():
+            tensors, data = capture(state.wrapped_module, state.optimizer, ema=self._averages, scaler=state.step.scaler)
+            shared = distributed.broadcast_json(asdict(position))  # each rank has its own clock
+            position.seconds = shared["seconds"]
+            data = {**data, **own_data, "position": shared, "precision": state.context.placement.precision}
+            yield {**tensors, **own_tensors}, data
+
+    def end_step(self, position: Position, check_losses: Callable[[], None]) -> None:
+        """Copy the state into memory if it is due, and log a checkpoint that is complete now."""
+        self.check()
+        options, memory = self._state.config.checkpoint, self._store.memory
+        if memory is None or options.peer is None or position.step % options.peer:
+            return
+        is_saved_anyway = options.every is not None and position.step % options.every == 0 and not options.background
+        if not is_saved_anyway and position.step < self._state.total_steps:
+            check_losses()  # a state that is not finite must not replace the last good one
+            with self._capture(position) as (tensors, data):
+                memory.copy(position.step, tensors, data, wait=not options.background)
+
     def check(self, wait: bool = False) -> None:
         """Log a checkpoint that is complete now, or after a wait; raise a failure of the background save."""
+        memory = self._store.memory
+        if memory is not None:
+            memory.check()
         if self._pending is None:
             return
         if wait:
@@ -98,6 +148,8 @@ class Checkpointer:
             self._store.check()
         if not self._store.is_saving:
             self._log_complete(*self._pending)
+            if memory is not None:
+                memory.drop(until=self._pending[1])
             self._pending = None
 
     def restore(self, checkpoint: Checkpoint, log: Callable[[str], None]) -> Position:
@@ -113,7 +165,11 @@ class Checkpointer:
         # The config wins over the hyperparameters in the checkpoint: they differ only with allow_changes.
         apply_hyperparameters(optimizer, config.optimizer, state.model.parts, state.trained)
         scale_rates(optimizer, config.optimizer.scale_rate, state.context.replica.count)
-        self.saved_at = checkpoint.step
+        memory = self._store.memory
+        if memory is not None:
+            memory.drop(after=checkpoint.step)  # a run that was set back must not go on from what it gave up
+        is_copy = memory is not None and checkpoint.folder.parent == memory.folder
+        self.saved_at = None if is_copy else checkpoint.step
         if position.ended and position.step < state.total_steps and not should_stop_early(config, position):
             position.ended = False  # the config asks for more steps than before
         return position

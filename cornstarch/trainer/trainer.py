@@ -196,7 +196,7 @@ class Trainer:
         config, log = self.config, self.logger.log
         if self.rank == 0:
             self._resources.enter_context(self.folder.claim())
-        checkpoint = find_checkpoint(self.checkpoints, self.folder, config, self._allow_changes, log)
+        checkpoint = find_checkpoint(self.checkpoints, self.folder, config, self._allow_changes, log, self._resources)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         seed_all(config.seed)
@@ -297,7 +297,7 @@ class Trainer:
                 self.logger.log_step(result, self)
             is_logged = self.logger.is_logged(result.step, self.total_steps)
             self.call_callbacks("on_step_end", result, batch, is_logged)
-            self.checkpointer.check()
+            self.checkpointer.end_step(position, self.watch.check)
             position.seconds = self.logger.seconds
             metric = None
             if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:

@@ -10,10 +10,8 @@ import os
 import random
 import resource
 import shutil
-import signal
-import sys
+import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,9 @@ from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint import storage as storage_module
 from cornstarch.errors import ConfigError
 from cornstarch.files import file_digests, own_digest
-from tests.checkpoint.halted import halt_in_a_save, is_half_written
+from tests.checkpoint.damage import KINDS, damage_often
+from tests.checkpoint.full_disk import fill_disks
+from tests.checkpoint.kills import kill_at_every_operation, kill_at_random_moments, run_in_child
 
 
 def tensors_of(step: int, size: int = 1000) -> dict[str, Tensor]:
@@ -447,19 +447,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
             save(CheckpointStore(folder, keep=1), 1)
 
 
-def in_child(action: Callable[[], None]) -> int:
-    """Run something in a process of its own and return its exit status (-9: killed)."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize(("mode", "loads"), [(0o000, False), (0o555, True)], ids=["unreadable", "read-only"])
 def test_missing_permissions_are_reported(mode: int, loads: bool) -> None:
     # Not tmp_path, into which nobody but its owner can look.
@@ -480,7 +467,7 @@ def test_missing_permissions_are_reported(mode: int, loads: bool) -> None:
                     store.latest()
 
         os.chmod(store.folder, mode)
-        status = in_child(without_rights)
+        status = run_in_child(without_rights)
         os.chmod(store.folder, 0o755)
         assert status == 0
 
@@ -516,77 +503,26 @@ def test_a_registered_storage_is_chosen_by_scheme(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- crashes
 
-STEPS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
-
-
-def kill_at(step: int, place: Path) -> None:
-    """Have this process killed at the n-th time that it changes something under `place`, just before it does."""
-    count = 0
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in STEPS or (event == "open" and str(arguments[0]).startswith(str(place))):
-            count += 1
-            if count == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-
-
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    kept = CheckpointStore(tmp_path / "kept", keep=1)
-    save(kept, 1)
-    seen = []
-    for number in range(1, 100):
-        place = tmp_path / f"{number}"
-        shutil.copytree(kept.folder, place)
-        store = CheckpointStore(place, keep=1)
-
-        def save_until_killed(number: int = number, store: CheckpointStore = store) -> None:
-            kill_at(number, store.folder)
-            save(store, 2)
-
-        status = in_child(save_until_killed)
-        seen.append(step_in(store.latest()))
-        assert store.problems == []
-        save(store, 3)
-        assert names(place) == ["step_00000003"]
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-    assert status == 0 and number > 10
-    assert seen == sorted(seen) and set(seen) == {1, 2}
+    assert kill_at_every_operation(tmp_path) > 10
 
 
-def test_thirty_kills_at_random_moments_lose_no_checkpoint(tmp_path: Path) -> None:
-    """A process saves as fast as it can and is killed: what it had said to be saved is there, and is not mixed.
+def test_kills_at_random_moments_lose_no_checkpoint(tmp_path: Path) -> None:
+    """The same at 500 moments: `python -m tests.checkpoint.kills`."""
+    step, during = kill_at_random_moments(tmp_path / "run", 30)
+    assert step >= 20 and during >= 10
 
-    Most have saved before, and every third one is killed while it saves, however busy the machine is.
-    """
-    chance = random.Random(0)
-    store = CheckpointStore(tmp_path, keep=2)
-    told, during = 0, 0
-    for number in range(30):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            step = told
-            while True:
-                step += 1
-                save(store, step, size=300_000)
-                os.write(write, f"{step}\n".encode())
-        os.close(write)
-        said = os.read(read, 100) if number % 2 or number % 3 == 0 else b""
-        time.sleep(chance.uniform(0.0, 0.05))
-        if number % 3 == 0:
-            halt_in_a_save([child], tmp_path)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with open(read, "rb") as rest:
-            told = max([told, *map(int, (said + rest.read()).split())])
-        during += is_half_written(tmp_path)
-        found = store.latest()
-        assert store.problems == []
-        assert (0 if found is None else step_in(found)) in (told, told + 1)
-        told = found.step if found is not None else 0
-    assert told >= 20 and during >= 10
+
+def test_any_damage_is_found(tmp_path: Path) -> None:
+    """The same 10,000 times: `python -m tests.checkpoint.damage`."""
+    done = damage_often(tmp_path, 140)
+    assert set(done.values()) == {20} and len(done) == len(KINDS)
+
+
+def test_a_disk_that_is_too_small_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """The same with 100 sizes: `python -m tests.checkpoint.full_disk`."""
+    try:
+        done = fill_disks(tmp_path / "disk", 8)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("only root can mount a small file system")
+    assert done["refused"] >= 4 and done.total() == 8
