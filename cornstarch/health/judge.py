@@ -87,7 +87,7 @@ class Judge:
         return max(_PATIENCE, _PATIENCE_FACTOR * self.limit)
 
     def judge(self, beats: Iterable[Heartbeat], now: float, interval: float) -> Verdict | None:
-        """Take the newest heartbeats, which are asked for every `interval` seconds; return a verdict if there is one."""
+        """Take the newest heartbeats, as every `interval` seconds; return a verdict if there is one."""
         late = now - self._last - 2 * interval if self._last else 0.0
         if late > 0:  # this process was stopped itself: what it has not heard meanwhile counts against nobody
             self._heard = {rank: heard + late for rank, heard in self._heard.items()}
@@ -176,8 +176,8 @@ class Judge:
 
     def _end_standing(self, beat: Heartbeat) -> Verdict:
         text = (
-            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {place(beat)}: it {_STATES[beat.state]}, and "
-            f"the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
+            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {place(beat)}: it {_STATES[beat.state]}, "
+            f"and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
             "`health`. launch.hang_timeout sets how long the others wait."
         )
         return Verdict((beat.rank,), text)
@@ -201,8 +201,8 @@ class Judge:
         others = f" So have {_list_ranks(rest)}." if rest else ""
         text = (
             f"{self._name(first.rank)} has left out a collective, or waits in another one, {place(first)}: it has "
-            f"begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} while "
-            f"rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
+            f"begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
+            f"while rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
         )
         return Verdict(tuple(sorted(behind)), text)
 

@@ -15,12 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 
 import torch.distributed as dist
 
-from cornstarch.compat import default_store
+from cornstarch.compat import clone_store, default_store
 from cornstarch.health.heartbeat import TICK, Heartbeat, Pulse, RankProcess
 from cornstarch.health.judge import EARLY, Judge, Note, Verdict, find_limit
 from cornstarch.health.machine import read_process
@@ -148,9 +147,7 @@ class HealthWatch:
     # ------------------------------------------------------------------ the store
 
     def _exchange(self) -> None:
-        store = self._store
-        with suppress(RuntimeError, NotImplementedError):
-            store = store.clone()  # a connection of its own: the training thread may wait in the other one
+        store = clone_store(self._store)  # a connection of its own: the training thread may wait in the other one
         while True:
             self._due.wait()
             self._due.clear()

@@ -216,3 +216,16 @@ def skip_collective(faulty: FaultyTrainer) -> None:
     dist.all_reduce(torch.zeros(3))
 
 
+
+
+def flip_bit(faulty: FaultyTrainer) -> None:
+    """Change one bit of a weight."""
+    weight = next(iter(faulty.trainer.model.parameters()))
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    with torch.no_grad():
+        local.view(-1).view(torch.int32)[0] ^= 1 << 12
+
+
+def add_collective(faulty: FaultyTrainer) -> None:
+    """Begin a collective that no other rank takes part in, of the shape of the gradients."""
+    dist.all_reduce(torch.zeros(433), async_op=True)
