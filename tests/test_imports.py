@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cornstarch"
 
 # From left to right: a room may import itself and every room to its right (docs/architecture.md).
 ORDER = [
-    "cli", "demo", "api", "trainer", "verify", "planner", "engine", "launch", "explain", "tasks", "data", "metrics",
+    "cli", "demo", "api", "trainer", "verify", "planner", "engine", "health", "launch", "explain", "tasks", "data", "metrics",
     "checkpoint", "cost", "pipeline", "parallel", "report", "kernels", "models", "attention", "config", "trees", "plan",
     "schedule", "compat", "files", "errors", "lazily",
 ]  # fmt: skip

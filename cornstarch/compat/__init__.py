@@ -369,11 +369,11 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
 def list_groups() -> list[tuple[str, list[int], int]]:
     """Return name, ranks, and number of collectives and messages that this process has begun, of each process group."""
     # Counted by torch itself for gloo and NCCL. A group that counts nothing is left out.
-    found = []
+    found: list[tuple[str, list[int], int]] = []
     for group in process_groups():
         with suppress(RuntimeError):
-            count = group._get_sequence_number_for_group()
-            found.append((group.group_name, dist.get_process_group_ranks(group), count))
+            count = _count_started(group)
+            found.append((str(group.group_name), dist.get_process_group_ranks(group), count))
     return found
 
 
@@ -382,8 +382,21 @@ def sequence_numbers() -> list[int]:
     found = []
     for group in process_groups():
         with suppress(RuntimeError):
-            found.append(group._get_sequence_number_for_group())
+            found.append(_count_started(group))
     return found
+
+
+def _count_started(group: Any) -> int:
+    return int(group._get_sequence_number_for_group())
+
+
+def clone_store(store: torch.distributed.Store) -> torch.distributed.Store:
+    """Return a store with a connection of its own, where that is possible."""
+    # Type stubs do not know the method.
+    copying: Any = store
+    with suppress(RuntimeError, NotImplementedError, AttributeError):
+        return copying.clone()
+    return store
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:

@@ -71,6 +71,8 @@ class TrainStep:
             and divides_gradients(optimizer)
         )
         self._divisor: Tensor | None = None
+        self.before_update: Callable[[], None] | None = None
+        """Called before the weights change; it may raise."""
         self.is_finite = True
         """Whether the gradients of the last fp16 step were finite; if not, the step is left out."""
 
@@ -146,6 +148,8 @@ class TrainStep:
 
     def update(self) -> None:
         """Step the optimizer, drop the gradients, and update the moving average of the weights."""
+        if self.before_update is not None:
+            self.before_update()
         with record_range(OPTIMIZER):
             if self._divisor is not None:
                 assert self.optimizer is not None

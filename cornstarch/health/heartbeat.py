@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cornstarch.compat import list_groups, pending_collectives, sequence_numbers
 from cornstarch.health.machine import ThreadTimes, identify_processes, read_process, read_thread

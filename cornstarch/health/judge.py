@@ -8,7 +8,7 @@ the one that began fewer collectives than the others of a process group is behin
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from cornstarch.health.heartbeat import Heartbeat, RankProcess
@@ -87,7 +87,7 @@ class Judge:
         return max(_PATIENCE, _PATIENCE_FACTOR * self.limit)
 
     def judge(self, beats: Iterable[Heartbeat], now: float, interval: float) -> Verdict | None:
-        """Take the newest heartbeats, which are asked for every `interval` seconds; return a verdict if there is one."""
+        """Take the newest heartbeats, as every `interval` seconds; return a verdict if there is one."""
         late = now - self._last - 2 * interval if self._last else 0.0
         if late > 0:  # this process was stopped itself: what it has not heard meanwhile counts against nobody
             self._heard = {rank: heard + late for rank, heard in self._heard.items()}
@@ -122,7 +122,7 @@ class Judge:
             return None
         rank = min(found)
         silence, state = found[rank]
-        who, where = self._name(rank), place(watched[rank])
+        who, where = self._name(rank), _describe_last(watched[rank], watched, found)
         more = [one for one in sorted(found) if one != rank]
         others = f" Neither do {_list_ranks(more)}." if more else ""
         pid = self._processes[rank].pid
@@ -176,8 +176,8 @@ class Judge:
 
     def _end_standing(self, beat: Heartbeat) -> Verdict:
         text = (
-            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {place(beat)}: it {_STATES[beat.state]}, and "
-            f"the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
+            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {place(beat)}: it {_STATES[beat.state]}, "
+            f"and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
             "`health`. launch.hang_timeout sets how long the others wait."
         )
         return Verdict((beat.rank,), text)
@@ -200,9 +200,9 @@ class Judge:
         rest = [rank for rank in sorted(behind) if rank != first.rank]
         others = f" So have {_list_ranks(rest)}." if rest else ""
         text = (
-            f"{self._name(first.rank)} has left out a collective, or waits in another one, {place(first)}: it has begun "
-            f"{own} in a process group where rank {ahead.rank} has begun {most}, and it {_describe_wait(first)} while "
-            f"rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
+            f"{self._name(first.rank)} has left out a collective, or waits in another one, {place(first)}: it has "
+            f"begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
+            f"while rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
         )
         return Verdict(tuple(sorted(behind)), text)
 
@@ -260,6 +260,15 @@ def place(beat: Heartbeat) -> str:
         details.append(f"stage {beat.stage}, microbatch {beat.microbatch}")
     inside = f" ({', '.join(details)})" if details else ""
     return f"in step {beat.step}{inside}"
+
+
+def _describe_last(beat: Heartbeat, watched: Mapping[int, Heartbeat], silent: Collection[int]) -> str:
+    """Return where a silent rank was, and where another rank waits for it."""
+    waiting = [one for rank, one in watched.items() if rank not in silent]
+    if not waiting:
+        return f"last heard of {place(beat)}"
+    furthest = max(waiting, key=lambda one: one.idle)
+    return f"last heard of {place(beat)}; rank {furthest.rank} waits for it {place(furthest)}"
 
 
 def _describe_wait(beat: Heartbeat) -> str:

@@ -15,12 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 
 import torch.distributed as dist
 
-from cornstarch.compat import default_store
+from cornstarch.compat import clone_store, default_store
 from cornstarch.health.heartbeat import TICK, Heartbeat, Pulse, RankProcess
 from cornstarch.health.judge import EARLY, Judge, Note, Verdict, find_limit
 from cornstarch.health.machine import read_process
@@ -56,6 +55,7 @@ class HealthWatch:
         self._stopped, self._due = threading.Event(), threading.Event()
         self._beat = Heartbeat(self._rank)
         self._began = self._answered = time.monotonic()
+        self._is_known = False  # whether the ranks that this one must know have said where they run
         self._host: RankProcess | None = None  # of the store
         self._neighbour: tuple[int, int] | None = None
         self._processes: dict[int, RankProcess] = {}
@@ -106,12 +106,13 @@ class HealthWatch:
 
     def _run_pulse(self, native: int) -> None:
         pulse, due = Pulse(self._activity, self._rank, native), 0.0
+        self._due.set()
         while not self._stopped.wait(TICK):
             self._answered += pulse.tick()  # while it was stopped itself, nobody could answer
             if self._neighbour is not None:
                 pulse.watch_neighbour(*self._neighbour)
                 self._neighbour = None
-            if time.monotonic() >= due:
+            if time.monotonic() >= due or not self._is_known:
                 self._beat = pulse.beat(self.limit / 2)
                 due = time.monotonic() + self.interval
                 self._due.set()
@@ -133,8 +134,8 @@ class HealthWatch:
         happened = {"T": "was stopped by a signal", "ended": "has ended without a word"}.get(state)
         said = f"{happened} {silence:.0f} s ago" if happened else f"has not answered for {silence:.0f} s"
         self._conclude(
-            f"{where} {said}, and the other ranks wait for it.\n  Find out who stops or ends processes there, or whether "
-            "its machine or the network to it is down. launch.hang_timeout sets how long the others wait.",
+            f"{where} {said}, and the other ranks wait for it.\n  Find out who stops or ends processes there, or "
+            "whether its machine or the network to it is down. launch.hang_timeout sets how long the others wait.",
             has_store=False,
         )
 
@@ -146,19 +147,16 @@ class HealthWatch:
     # ------------------------------------------------------------------ the store
 
     def _exchange(self) -> None:
-        store = self._store
-        with suppress(RuntimeError, NotImplementedError):
-            store = store.clone()  # a connection of its own: the training thread may wait in the other one
-        is_known = False
+        store = clone_store(self._store)  # a connection of its own: the training thread may wait in the other one
         while True:
             self._due.wait()
             self._due.clear()
             is_last, beat = self._stopped.is_set(), self._beat
             beat.has_left = is_last
             try:
-                if not is_known:
+                if not self._is_known:
                     store.set(f"process/{self._rank}", json.dumps(asdict(RankProcess.here())))
-                    is_known = self._find_processes(store)
+                    self._is_known = self._find_processes(store)
                 store.set(f"beat/{self._rank}", beat.to_json())
                 if is_last:
                     return

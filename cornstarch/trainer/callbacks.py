@@ -106,7 +106,7 @@ def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, p
     if trainer.ranks > 1:
         from cornstarch.trainer.health_callback import HealthCallback  # it derives from `Callback`
 
-        trainer.callbacks.append(HealthCallback(trainer))
+        trainer.callbacks.insert(0, HealthCallback(trainer))  # first: what other callbacks do belongs to a step
     if trainer.run_model.acceleration.compiled:
         evaluates = bool(trainer.evaluation_sources and trainer.config.loop.evaluate_every)
         trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache, evaluates))

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cornstarch.launch import current_world, start_process_group
 from cornstarch.train import Trainer
 from cornstarch.trainer.callbacks import Callback
 from tests import forked
 from tests.cli.started import free_port, variables
+from tests.trainer.odd import SIZES
 
 PATIENCE = 90  # seconds, on a machine with other things to do
 
@@ -71,6 +74,17 @@ class FaultyTrainer(Callback):
         self._call("pause", trainer)
 
 
+def build_net(offset: float) -> tuple[nn.Module, Any, Any, Any]:
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)]
+    return nn.Sequential(*layers), compute_loss, Rows(64, offset), Rows(16)
+
+
+def build_language_model() -> tuple[nn.Module, Any, Any, Any]:
+    ids = torch.randint(3, 64, (32, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": one, "labels": one} for one in ids]
+    return LlamaForCausalLM(LlamaConfig(**SIZES)), None, rows, rows[:8]
+
+
 @dataclass
 class Ended:
     """How a rank ended."""
@@ -110,13 +124,13 @@ def _run(
     for name, section in sections.items():
         options[name] = {**options.get(name, {}), **section} if isinstance(section, Mapping) else section
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-    rows = Rows(64, offset)
+    is_pipeline = "modules" in options.get("parallel", {})
+    model, loss, rows, others = build_net(offset) if not is_pipeline else build_language_model()
     console = Console(file=sys.stdout, width=200, soft_wrap=True)
     try:
         with start_process_group(current_world()):
             trainer = Trainer.from_objects(
-                model, train_data=rows, evaluation_data=Rows(16), loss=compute_loss, console=console,
+                model, train_data=rows, evaluation_data=others, loss=loss, console=console,
                 callbacks=[FaultyTrainer(rank, fault, at)], **options,
             )  # fmt: skip
             print("ENDED", trainer.fit().status, flush=True)
@@ -192,8 +206,26 @@ def stop_itself(faulty: FaultyTrainer) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def sleep_for_long(faulty: FaultyTrainer) -> None:
-    """Stand still in Python."""
+def stand_still(faulty: FaultyTrainer) -> None:
+    """Wait in Python for nothing."""
     time.sleep(600)
 
 
+def skip_collective(faulty: FaultyTrainer) -> None:
+    """Take part in one collective fewer than the others: this runs on them."""
+    dist.all_reduce(torch.zeros(3))
+
+
+
+
+def flip_bit(faulty: FaultyTrainer) -> None:
+    """Change one bit of a weight."""
+    weight = next(iter(faulty.trainer.model.parameters()))
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    with torch.no_grad():
+        local.view(-1).view(torch.int32)[0] ^= 1 << 12
+
+
+def add_collective(faulty: FaultyTrainer) -> None:
+    """Begin a collective that no other rank takes part in, of the shape of the gradients."""
+    dist.all_reduce(torch.zeros(433), async_op=True)
