@@ -117,7 +117,8 @@ class RunDirector:
             return Finish(max((one.code for one in outcomes), default=0))
         fault = min(faults, key=lambda one: not one.is_crash)
         assert self._size is not None
-        began, ending = time.time() - (ending_seconds or 0.0), None if ending_seconds is None else round(ending_seconds, 3)
+        began = time.time() - (ending_seconds or 0.0)
+        ending = None if ending_seconds is None else round(ending_seconds, 3)
         where = (self._size.world, fault.rank, fault.step)
         line = FailureLine(self.attempt, began, *where, fault.cause, fault.message[-_MAX_MESSAGE:], ending)
         reason = self._find_reason_to_end(fault, [rank for one in outcomes for rank in one.unkillable])

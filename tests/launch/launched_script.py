@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 150.0  # seconds; the machine may be busy
 
 # The beginning of every script. Workers synchronize by files, never by time.
-_PRELUDE = """
+PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def start(
 ) -> Launched:
     """Start a launch of a script."""
     path = folder / "worker.py"
-    path.write_text(_PRELUDE + textwrap.dedent(script))
+    path.write_text(PRELUDE + textwrap.dedent(script))
     code = _LAUNCHER.format(
         before=before, grace=grace, script=str(path), nproc=nproc, logs=str(folder / "logs"), arguments=arguments
     )
