@@ -88,7 +88,7 @@ def add_commands(commands: Any) -> None:
     busy.set_defaults(run=run_busy)
     for reader in (stops, cuts, busy):
         reader.add_argument("--seed", type=int, default=0)
-        reader.add_argument("--into", type=Path, help="a file of JSON lines; stops and cuts that it has are not repeated")
+        reader.add_argument("--into", type=Path, help="a file of JSON lines; what it has is not repeated")
 
 
 # ------------------------------------------------------------------------------------------------ stopped ranks
