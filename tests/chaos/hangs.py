@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -29,9 +30,12 @@ from tests.cli import started
 
 LIMIT = 5.0
 """Seconds in which a rank must be named (`launch.hang_timeout: auto`, where a step takes less than a second)."""
-_NAMED = re.compile(r"^.{0,40}\bRank (\d+)\b(?: \([^)]*\))? (?:was stopped|has not|has ended|has left)", re.MULTILINE)
+_NAMED = re.compile(
+    r"^.{0,40}\bRank (\d+)\b(?: \([^)]*\))?(?:, which [^,]*,)? (?:was stopped|has not|has ended|has left)", re.MULTILINE
+)
 _OFTEN = ("loop.evaluate_every=40", "logging.every=5")
 _RANKS_OF_CUTS = 3
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,8 @@ def _read_from(path: Path, start: int) -> str:
 def _be_rank(name: str, folder: str, output: str, variables: Mapping[str, str]) -> None:
     """Train in a network namespace."""
     with open(f"/var/run/netns/{name}") as file:
-        os.setns(file.fileno(), os.CLONE_NEWNET)
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):  # `os.setns` came with Python 3.12
+            raise OSError(ctypes.get_errno(), f"namespace {name}")
     tempfile.tempdir = None
     prepare_trainer()
     os.environ.update(variables)
