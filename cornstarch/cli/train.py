@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cornstarch.cli import INTERRUPTED, ConfigPath, Overrides, import_quickly, quiet_libraries, read_checked_config
+from cornstarch.cli.launch_run import find_launch
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,15 @@ def train(
         int | None,
         typer.Option(metavar="N", min=0, help="Restart up to N times after a failure. Overrides launch.restarts."),
     ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Machines; run the same command on each, without torchrun.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="The number of this machine, from 0.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="An address of machine 0, and a free port there.")
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json: a few pipeline steps for chrome://tracing and Perfetto.")
     ] = False,
@@ -53,63 +63,59 @@ def train(
     """
     from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
     from cornstarch.demo import demo_config
-    from cornstarch.launch import current_world, process_count
-    from cornstarch.launch.run_director import Size
-    from cornstarch.launch.supervisor import Job, supervise
+    from cornstarch.launch import current_world
     from cornstarch.plan.layout import Layout, check_executable
 
     changes = list(overrides or ())
     if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
         changes, config = [config, *changes], None
     run = demo_config(changes, plan) if config is None else read_checked_config(Path(config), changes, plan)
-    world = current_world()
+    launch = find_launch(run, nproc, nnodes, node_rank, master, restarts)
     options = {"allow_changes": allow_changes, "trace": trace, "profile": profile}  # every process gets them
-    count = 1 if nproc is None else process_count(nproc)
-    attempts_left = _count_restarts(run, restarts)
     # Both before an earlier run is moved aside, and before any process starts: a mistake must not cost anything.
-    chosen_plan = _choose_plan(run, count) if run.parallel.auto and count > 1 else None
+    chosen_plan = None
+    if run.parallel.auto and launch is not None and launch.is_first and launch.range.world > 1:
+        chosen_plan = _choose_plan(run, launch.range.world)
     layout = None
     if not run.parallel.auto:
         check_executable(run.parallel)
         if trace:
             check_trace(run.parallel.is_pipeline)
-        layout = Layout.of(run.parallel, max(count, world.size), max(count, world.local_size))
-    if restart and world.rank == 0 and run.checkpoint.folder is not None:
-        from cornstarch.checkpoint.storage import check_empty  # imports torch
-
-        check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
-    if restart and world.rank == 0 and (aside := RunFolder(run.folder).set_aside()) is not None:
-        print(f"{run.folder}: moved the earlier run to {aside}")
-    if count > 1 or attempts_left:
+        size, local = (launch.range.world, launch.range.local[1]) if launch is not None else _get_world_size()
+        layout = Layout.of(run.parallel, size, local)
+    is_first = launch.is_first if launch is not None else current_world().rank == 0
+    if restart and is_first:
+        _set_aside(run)
+    if launch is not None:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
         command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
         if chosen_plan is not None:  # one choice for all processes, kept in the run's folder
-            plan = run.folder / PLAN
             with RunFolder(run.folder).claim():
                 RunFolder(run.folder).write(PLAN, chosen_plan)
+        if run.parallel.auto and launch.range.world > 1:
+            plan = run.folder / PLAN
         command += ["--plan", str(plan)] if plan is not None else []
-        raise typer.Exit(supervise(Job(tuple(command), run.folder, Size(1, count), attempts_left)))
+        raise typer.Exit(launch.run(command, run))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
 
 
-def _count_restarts(run: RunConfig, restarts: int | None) -> int:
-    """Return how often this process has to restart the run: never if it is itself a worker."""
-    from cornstarch.launch import current_world
-    from cornstarch.launch.attempt_record import is_supervised
+def _set_aside(run: RunConfig) -> None:
+    from cornstarch.config.run_folder import RunFolder
 
-    if is_supervised():
-        return 0
+    if run.checkpoint.folder is not None:
+        from cornstarch.checkpoint.storage import check_empty  # imports torch
+
+        check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
+    if (aside := RunFolder(run.folder).set_aside()) is not None:
+        print(f"{run.folder}: moved the earlier run to {aside}")
+
+
+def _get_world_size() -> tuple[int, int]:
+    from cornstarch.launch import current_world
+
     world = current_world()
-    wanted = run.launch.restarts if restarts is None else restarts
-    if world.size > 1 and restarts:
-        raise ConfigError(
-            f"--restarts {restarts}: this process is rank {world.rank} of {world.size}, and what started it must "
-            "restart it: torchrun --max-restarts, or `cornstarch train --nproc` instead of torchrun."
-        )
-    if world.size > 1 and wanted and world.rank == 0:
-        print(f"launch.restarts = {wanted} has no effect here; torchrun has --max-restarts.", file=sys.stderr)
-    return wanted if world.size == 1 else 0
+    return world.size, world.local_size
 
 
 def _choose_plan(run: RunConfig, count: int) -> str:

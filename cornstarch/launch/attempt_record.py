@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cornstarch.config.run_folder import METRICS, SUMMARY, RunFolder
 from cornstarch.errors import ConfigError
 from cornstarch.files import open_regular
 from cornstarch.report.restarts import RESTARTS, read_restarts
@@ -122,11 +121,12 @@ def describe_restart(folder: Path, step: int, ranks: int) -> tuple[str, dict[str
 
 def _find_save_time(folder: Path, step: int) -> float | None:
     """Return when the checkpoint of a step was complete, or, for step 0, when the run was started."""
+    from cornstarch.config.run_folder import METRICS, RunFolder  # late: pydantic takes a third of a second
+    from cornstarch.metrics.metrics import read_metrics
+
     if not step:
         started = RunFolder(folder).read_summary().get("started")
         return float(started) if isinstance(started, int | float) else None
-    from cornstarch.metrics.metrics import read_metrics
-
     with suppress(ConfigError):
         for line in reversed(read_metrics(folder / METRICS)):
             if line.get("event") == "saved" and line.get("step") == step:
@@ -139,6 +139,7 @@ def close_run(folder: Path, step: int | None, cause: str, status: str = "failed"
 
     A run that another process is writing to is left alone.
     """
+    from cornstarch.config.run_folder import METRICS, SUMMARY, RunFolder
     from cornstarch.metrics.metrics import MetricsFile
     from cornstarch.report import write_report
 

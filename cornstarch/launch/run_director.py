@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +76,45 @@ class Size(NamedTuple):
         return self.nodes * self.local
 
 
+@dataclass(frozen=True)
+class SizeRange:
+    """The sizes that a run may have."""
+
+    nodes: tuple[int, int]
+    """The least and the most machines."""
+    local: tuple[int, int]
+    """The least and the most processes on each machine."""
+    check: Callable[[Size], str | None] = lambda size: None
+    """Returns why the run cannot have a size; None if it can."""
+
+    @property
+    def world(self) -> int:
+        """The most processes."""
+        return self.nodes[1] * self.local[1]
+
+    @classmethod
+    def of(cls, size: Size) -> SizeRange:
+        return cls((size.nodes, size.nodes), (size.local, size.local))
+
+    def find_largest(self, nodes: int, local: int | None = None) -> Size | None:
+        """Return the largest size on so many machines, with at most `local` processes on each."""
+        most = self.local[1] if local is None else min(max(local, self.local[0]), self.local[1])
+        sizes = [
+            Size(n, k)
+            for n in range(min(nodes, self.nodes[1]), self.nodes[0] - 1, -1)
+            for k in range(most, self.local[0] - 1, -1)
+        ]
+        for size in sorted(sizes, key=lambda one: -one.world):
+            if self.check(size) is None:
+                return size
+        return None
+
+    def describe_refusal(self, nodes: int) -> str:
+        """Return why no size on so many machines will do."""
+        largest = Size(min(nodes, self.nodes[1]), self.local[1])
+        return f"{largest.world} processes: {self.check(largest)}"
+
+
 class Finish(NamedTuple):
     """The run is over."""
 
@@ -88,12 +128,17 @@ class RunDirector:
     """Counts the attempts of one run, and decides after each."""
 
     folder: Path
+    range: SizeRange
     restarts: int
     """How often the run may start again after a failure."""
     attempt: int = -1
     _restarted: int = 0
     _faults: list[Fault] = field(default_factory=list)
     _size: Size | None = None
+
+    def choose(self, nodes: int) -> Size | None:
+        """Return the size of the next attempt on so many machines; None if none will do."""
+        return self.range.find_largest(nodes)
 
     def begin(self, size: Size) -> int:
         """Count an attempt of this size, and return its number."""
@@ -137,7 +182,8 @@ class RunDirector:
         return Finish(fault.code, reason or "")
 
     def describe_restart(self) -> str:
-        return f"restart {self._restarted} of {self.restarts}, from the newest checkpoint"
+        cause = f"{self._faults[-1].cause}: " if self._faults else ""
+        return f"{cause}restart {self._restarted} of {self.restarts}, from the newest checkpoint"
 
     def _find_reason_to_end(self, fault: Fault, unkillable: list[int]) -> str | None:
         """Return why no attempt may follow; "" if that need not be said, None if one may."""

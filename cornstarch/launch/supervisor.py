@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cornstarch.launch.attempt_record import ATTEMPT
+from cornstarch.launch.launcher import find_launcher
 from cornstarch.launch.local_launcher import (
     LOOPBACK,
+    LocalLauncher,
     bind_store,
     build_node_environments,
     find_first_failure,
@@ -28,7 +30,7 @@ from cornstarch.launch.local_launcher import (
     print_line,
     report_end,
 )
-from cornstarch.launch.run_director import Fault, Finish, Outcome, RunDirector, Size
+from cornstarch.launch.run_director import Fault, Finish, Outcome, RunDirector, Size, SizeRange
 from cornstarch.launch.worker_group import REFUSED, StopRequests, WorkerGroup
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Job:
     command: tuple[str, ...]
     folder: Path
     """The run's folder."""
-    size: Size
+    range: SizeRange
     restarts: int = 0
     """How often the run starts again after a failure."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -68,8 +70,9 @@ class Start(NamedTuple):
 class SupervisorLink(Protocol):
     """Where a supervisor learns what to do next."""
 
-    store_socket: socket.socket | None
-    """The socket that rank 0 inherits, on its machine."""
+    @property
+    def store_socket(self) -> socket.socket | None:
+        """The socket that rank 0 inherits, on its machine."""
 
     def advance(self, outcome: Outcome | None, ending_seconds: float | None, stops: StopRequests) -> Start | Finish:
         """Tell how the last attempt ended here; return what follows. It may wait for other machines."""
@@ -77,12 +80,15 @@ class SupervisorLink(Protocol):
     def attach(self, workers: WorkerGroup) -> None:
         """Have failures on other machines end these workers, and tell the others of a failure here."""
 
+    def close(self) -> None:
+        """Leave, after the run has ended."""
+
 
 class LocalLink:
     """The link of a run on one machine: the decisions are made here."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._director = job, RunDirector(job.folder, job.restarts)
+        self._job, self._director = job, RunDirector(job.folder, job.range, job.restarts)
         self.store_socket: socket.socket | None = None
 
     def advance(self, outcome: Outcome | None, ending_seconds: float | None, stops: StopRequests) -> Start | Finish:
@@ -95,11 +101,24 @@ class LocalLink:
         if self.store_socket is not None:
             self.store_socket.close()
         self.store_socket = bind_store(LOOPBACK)
-        attempt = self._director.begin(self._job.size)
-        return Start(attempt, 0, self._job.size, LOOPBACK, self.store_socket.getsockname()[1], restart)
+        size = self._director.choose(1)
+        if size is None:
+            return Finish(2, self._job.range.describe_refusal(1))
+        attempt = self._director.begin(size)
+        return Start(attempt, 0, size, LOOPBACK, self.store_socket.getsockname()[1], restart)
 
     def attach(self, workers: WorkerGroup) -> None:
-        pass
+        """There are no others."""
+
+    def close(self) -> None:
+        if self.store_socket is not None:
+            self.store_socket.close()
+
+
+def starts_here(environment: Mapping[str, str]) -> bool:
+    """Return whether the processes of a run are started by Cornstarch itself, not by a registered launcher."""
+    launcher = find_launcher(environment)
+    return isinstance(launcher, LocalLauncher) or environment.get("WORLD_SIZE") == "1"
 
 
 def supervise(job: Job, link: SupervisorLink | None = None, console: Console | None = None) -> int:
@@ -109,9 +128,9 @@ def supervise(job: Job, link: SupervisorLink | None = None, console: Console | N
     console = console or Console(stderr=True)
     link = link or LocalLink(job)
     logs = job.folder / "logs"
-    make_logs(logs, job.size.local, console)
+    make_logs(logs, job.range.local[1], console)
     outcome, ending = None, None
-    with closing(StopRequests()) as stops, stops.collect():
+    with closing(StopRequests()) as stops, closing(link), stops.collect():
         while True:
             order = link.advance(outcome, ending, stops)
             if isinstance(order, Finish):

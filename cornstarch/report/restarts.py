@@ -70,7 +70,8 @@ def build_restarts_view(folder: Path) -> dict[str, Any] | None:
     rows: list[list[str | TableCell]] = []
     for line in lines[-_MAX_SHOWN:]:
         css = {"failure": "bad", "restart": "good", "end": "bad"}.get(line.kind, "warn")
-        text = line.cause[:300] or (f"goes on with {fmt.pluralize(line.ranks, 'process', 'processes')}" if line.ranks else "")
+        size = f"goes on with {fmt.pluralize(line.ranks, 'process', 'processes')}" if line.ranks else ""
+        text = line.cause[:300] or size
         note = line.message.strip().splitlines()[-1][:300] if line.message.strip() else ""
         rows.append([
             TableCell(line.kind[:40], "span", f"pill {css}"),

@@ -17,12 +17,12 @@ import pytest
 
 from cornstarch.launch.attempt_record import FailureLine, append_failure, append_line
 from cornstarch.launch.local_launcher import open_records
-from cornstarch.launch.run_director import Fault, Finish, Outcome, RunDirector, Size
+from cornstarch.launch.run_director import Fault, Finish, Outcome, RunDirector, Size, SizeRange
 from cornstarch.report.restarts import build_restarts_view, read_restarts
 from tests.launch.launched_script import PRELUDE, ROOT, Launched, is_gone, wait_until
 
 # Workers say which step they are in, as the training loop does.
-_STEPS = """
+STEPS = """
 from cornstarch.launch.attempt_record import open_step_file
 
 attempt = int(os.environ["CORNSTARCH_ATTEMPT"])
@@ -34,17 +34,17 @@ _SUPERVISOR = """
 import sys
 from pathlib import Path
 from cornstarch.launch import local_launcher
-from cornstarch.launch.run_director import Size
+from cornstarch.launch.run_director import Size, SizeRange
 from cornstarch.launch.supervisor import Job, supervise
 
 local_launcher.core_count = lambda: 64  # no warning about cores
-sys.exit(supervise(Job((sys.executable, {script!r}), Path({run!r}), Size(1, {nproc}), {restarts})))
+sys.exit(supervise(Job((sys.executable, {script!r}), Path({run!r}), SizeRange.of(Size(1, {nproc})), {restarts})))
 """
 
 
 def start(folder: Path, script: str, nproc: int, restarts: int) -> Launched:
     """Start a supervisor of a script, in a process of its own."""
-    (folder / "worker.py").write_text(PRELUDE + _STEPS + textwrap.dedent(script))
+    (folder / "worker.py").write_text(PRELUDE + STEPS + textwrap.dedent(script))
     code = _SUPERVISOR.format(script=str(folder / "worker.py"), run=str(folder / "run"), nproc=nproc, restarts=restarts)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
@@ -79,7 +79,7 @@ def test_killed_ranks_are_started_again(tmp_path: Path, killed: tuple[int, ...])
     assert all(map(is_gone, pids))
     assert said.startswith("port ") and said.split()[2] == "1"  # a store prefix of its own
     assert "was killed by SIGKILL in step 7; the others were stopped." in error
-    assert "restart 1 of 1, from the newest checkpoint" in error
+    assert "by SIGKILL: restart 1 of 1, from the newest checkpoint" in error
     (failure,) = lines(tmp_path)
     assert failure["rank"] in killed and failure["step"] == 7 and failure["cause"].endswith("was killed by SIGKILL")
 
@@ -184,12 +184,15 @@ def test_an_error_of_a_rank_that_takes_long_to_end_is_shown(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------------- decisions
 
 
+TWO = SizeRange.of(Size(1, 2))
+
+
 def fault(**changes: Any) -> Fault:
     return Fault(**{"rank": 1, "code": 1, "cause": "rank 1 of 2 failed", "message": "E: x", "step": 4, **changes})
 
 
 def test_the_cause_is_a_crash_of_any_machine(tmp_path: Path) -> None:
-    director = RunDirector(tmp_path, 3)
+    director = RunDirector(tmp_path, TWO, 3)
     director.begin(Size(2, 1))
     echo = Outcome(1, fault(rank=0, cause="rank 0 of 2 failed", message="closed"))
     assert director.judge([echo, Outcome(137, fault(code=137, cause="killed", is_crash=True))]) is None
@@ -209,7 +212,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("faults", "goes_on"), [case[1:] for case in FAULTS], ids=[case[0] for case in FAULTS])
 def test_when_a_fault_is_the_same(tmp_path: Path, faults: list[Fault], goes_on: bool) -> None:
-    director = RunDirector(tmp_path, 9)
+    director = RunDirector(tmp_path, TWO, 9)
     for one in faults:
         director.begin(Size(1, 2))
         decision = director.judge([Outcome(one.code, one)])
@@ -217,7 +220,7 @@ def test_when_a_fault_is_the_same(tmp_path: Path, faults: list[Fault], goes_on: 
 
 
 def test_a_worker_that_cannot_be_killed_ends_the_run(tmp_path: Path) -> None:
-    director = RunDirector(tmp_path, 9)
+    director = RunDirector(tmp_path, TWO, 9)
     director.begin(Size(1, 2))
     decision = director.judge([Outcome(1, fault(), unkillable=[0])])
     assert isinstance(decision, Finish) and "Rank 0 cannot be killed" in decision.reason
