@@ -39,18 +39,26 @@ class Network:
     """Namespaces of several ranks that reach only each other."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+        self.names = names
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """Return a rank's variables, as torchrun sets them."""
+        return _environment(rank, len(self.names))
+
+    def set_link(self, rank: int, state: str) -> None:
+        """Cut a rank off (`down`), or connect it again (`up`)."""
+        _call("ip", "-n", self.names[rank], "link", "set", INTERFACE, state)
 
     def run(self, command: Sequence[str], logs: Path, seconds: float) -> None:
         """Run a command in every namespace as torchrun does; one failure ends all and raises its last output."""
         logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             ranks = []
-            for rank, name in enumerate(self._names):
+            for rank, name in enumerate(self.names):
                 log = stack.enter_context((logs / f"rank_{rank}.log").open("wb"))
                 ran = subprocess.Popen(
                     ["ip", "netns", "exec", name, *command],
-                    env=_environment(rank, len(self._names)),
+                    env=_environment(rank, len(self.names)),
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stdout if rank == 0 else log,
                     stderr=log,

@@ -21,11 +21,12 @@ def main() -> int:
     """Return 1 if something failed."""
     reader = argparse.ArgumentParser(prog="python -m tests.chaos")
     commands = reader.add_subparsers(dest="command", required=True)
-    from tests.chaos import elastic, endurance, run_kills
+    from tests.chaos import elastic, endurance, hangs, run_kills
 
     run_kills.add_command(commands)
     endurance.add_commands(commands)
     elastic.add_command(commands)
+    hangs.add_commands(commands)
     asked = reader.parse_args()
     return asked.run(asked)
 

@@ -77,7 +77,7 @@ class LongRun:
     def start(self) -> None:
         """Start it, and wait until it trains."""
         self.command.start()
-        self._wait_for_steps()
+        self.wait_for_steps()
 
     def stop(self) -> None:
         """End all of its processes."""
@@ -117,7 +117,7 @@ class LongRun:
             raise FoundError(f"{kind}: ranks stay")
         if kind == LAUNCHER or not self.restarts:
             self._start_again()
-        self._wait_for_steps()
+        self.wait_for_steps()
         self.outcome.restarted += kind != LAUNCHER and bool(self.restarts)
         self.outcome.backs.append(round(time.monotonic() - began, 3))
 
@@ -129,7 +129,7 @@ class LongRun:
         self.outcome.commands += 1
         self.command.start()
 
-    def _wait_for_steps(self) -> None:
+    def wait_for_steps(self) -> None:
         """Wait until all ranks are there and rank 0 has logged a step."""
         end = time.monotonic() + PATIENCE
         while len(ranks := self.ranks()) < self.layout.ranks or not self._has_logged_since(ranks[0].time):

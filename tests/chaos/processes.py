@@ -42,10 +42,15 @@ def warm_interpreter() -> str:
     return warm.interpreter(prepare_server)
 
 
-def prepare_server() -> None:
-    """Prepare the process from which those of a run are forked."""
+def prepare_trainer() -> None:
+    """Prepare a process that trains, or from which such processes are forked."""
     os.nice(_BEHIND)
     told.install()
+
+
+def prepare_server() -> None:
+    """Prepare the process from which those of a run are forked."""
+    prepare_trainer()
     run = warm._run
 
     def run_and_tell(name: str, is_module: bool) -> int:
