@@ -9,7 +9,7 @@ the experts are not.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.communication import Link, all_gather, all_to_all
@@ -66,13 +66,13 @@ class ExpertCost:
             for part in ("tokens", "weights")
             for name, factor in factors.items()
         }
-        return replace(self, **times)  # type: ignore[arg-type]
+        return replace(self, **times)
 
     def scale(self, tokens: float, over: int) -> ExpertCost:
         """Return the same for another number of tokens, with channels of experts over tp ranks."""
         sizes = ("parameters", "parameter_bytes", "trained_parameters")
         few = {name: -(-getattr(self, name) // over) for name in sizes}
-        return replace(self, **few, sent_bytes=round(self.sent_bytes * tokens))  # type: ignore[arg-type]
+        return replace(self, **few, sent_bytes=round(self.sent_bytes * tokens))
 
     @property
     def gradient_bytes(self) -> float:
@@ -107,10 +107,10 @@ def share_out(layer: LayerCost, ep: int, imbalance: float = 1.0, eager: ExpertCo
     kept = layer.activation_bytes + round(more * own.kept_bytes)
     is_recomputed = layer.activation_bytes_recomputed < layer.activation_bytes
     sent = round(imbalance * own.sent_bytes)
-    weights = {f"weights_{name}": own.get_weight_time(name) / ep for name in _PASSES}
+    weights: dict[str, Any] = {f"weights_{name}": own.get_weight_time(name) / ep for name in _PASSES}
     return replace(
         layer,
-        **times,  # type: ignore[arg-type]
+        **times,
         again=None if layer.again is None else max(0.0, layer.again + times["forward"] - layer.forward),
         parameters=layer.parameters - saved["parameters"],
         parameter_bytes=layer.parameter_bytes - saved["parameter_bytes"],
@@ -118,7 +118,7 @@ def share_out(layer: LayerCost, ep: int, imbalance: float = 1.0, eager: ExpertCo
         activation_bytes=kept,
         activation_bytes_recomputed=layer.activation_bytes_recomputed if is_recomputed else kept,
         working_bytes=layer.working_bytes + _BUFFERS * sent // own.modules,
-        experts=replace(own, **few, **weights, sent_bytes=sent),  # type: ignore[arg-type]
+        experts=replace(own, **few, **weights, sent_bytes=sent),
     )
 
 
@@ -128,10 +128,10 @@ def _replace_experts(layer: LayerCost, own: ExpertCost, eager: ExpertCost) -> La
     times = {name: max(0.0, getattr(layer, name) + more[name]) for name in _PASSES}
     kept = max(0, layer.activation_bytes + eager.kept_bytes - own.kept_bytes)
     is_recomputed = layer.activation_bytes_recomputed < layer.activation_bytes
-    same = {f"weights_{name}": own.get_weight_time(name) for name in _PASSES}
+    same: dict[str, Any] = {f"weights_{name}": own.get_weight_time(name) for name in _PASSES}
     return replace(
         layer,
-        **times,  # type: ignore[arg-type]
+        **times,
         again=None if layer.again is None else max(0.0, layer.again + more["forward"]),
         activation_bytes=kept,
         activation_bytes_recomputed=layer.activation_bytes_recomputed if is_recomputed else kept,
@@ -142,8 +142,8 @@ def _replace_experts(layer: LayerCost, own: ExpertCost, eager: ExpertCost) -> La
 def compute_exchange(own: ExpertCost, ep: int, link: Link) -> tuple[float, float, int]:
     """Return the seconds in which tokens go to experts and back, of a forward and a backward pass; and copied bytes.
 
-    Before the first of two all-to-alls, ranks tell each other how many tokens they send. Gradients go the same ways. The
-    bytes are those that a pass copies beside: rows into the order of experts, and back.
+    Before the first of two all-to-alls, ranks tell each other how many tokens they send. Gradients go the same ways.
+    The bytes are those that a pass copies beside: rows into the order of experts, and back.
     """
     sizes = all_gather(_COUNT_BYTES * ep * own.experts / own.modules, ep, link)
     both = 2 * all_to_all(own.sent_bytes / own.modules, ep, link)

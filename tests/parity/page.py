@@ -27,6 +27,7 @@ from tests.parity.cell import (
     together,
 )
 from tests.parity.columns import COLUMNS, LOADS
+from tests.parity.experts import build_section, list_cells, run_cell
 from tests.parity.frozen import COMBINATIONS, PARTS, SCHEDULES, run_frozen
 from tests.parity.masks import MASKS, WAYS, run_mask
 from tests.parity.pool import Failed
@@ -51,7 +52,7 @@ MANY = 200
 MANY_LIMIT = 1e-3
 """How far weights may be off after so many steps, in which rounding grows."""
 
-PARTS_OF_RUN = ("long", *sorted(ROWS, key=lambda row: -len(ROWS[row].modules)), "frozen", "masks")
+PARTS_OF_RUN = ("long", *sorted(ROWS, key=lambda row: -len(ROWS[row].modules)), "frozen", "masks", "experts")
 """What can be run apart, the longest first."""
 
 WIDTH = 120
@@ -130,6 +131,8 @@ class Run:
         """By what is trained: how far each schedule is off."""
         self.masks: dict[str, list[str]] = {}
         """By mask: how far each way to cut tokens is off."""
+        self.experts: dict[tuple[str, str], str] = {}
+        """By family and layout: how far models with experts over ranks are off."""
         self.failures: list[str] = []
         self._start = time.monotonic()
 
@@ -141,16 +144,17 @@ class Run:
 
     def results(self) -> tuple[Any, ...]:
         """Return what was found, for another run to add."""
-        return self.found, self.many, self.apart, self.frozen, self.masks, self.failures
+        return self.found, self.many, self.apart, self.frozen, self.masks, self.experts, self.failures
 
     def add(self, results: tuple[Any, ...]) -> None:
         """Take over what another run has found."""
-        found, many, apart, some_frozen, masks, failures = results
+        found, many, apart, some_frozen, masks, experts, failures = results
         self.found |= found
         self.many |= many
         self.apart |= apart
         self.frozen |= some_frozen
         self.masks |= masks
+        self.experts |= experts
         self.failures += failures
 
     @property
@@ -169,6 +173,10 @@ class Run:
         elif name == "masks":
             for mask, row in MASKS.items():
                 self.masks[row.title] = [self.some_mask(mask, way) for way in WAYS]
+        elif name == "experts":
+            for row, layout in list_cells():
+                work = partial(run_cell, self.matrix, row, layout)
+                self.experts[row, layout] = self._one(f"experts: {row}, {layout}", work)
         elif name == "long":
             for title, work in _long_runs(self.matrix):
                 self.long_run(title, work)
@@ -199,8 +207,9 @@ class Run:
     def _one(self, title: str, work: Callable[[], Deviation]) -> str:
         problem = None
         try:
-            off = work().worst
-            told, problem = f"{off:.0e}", None if off < TOLERANCE else f"{off:.0e}"
+            found = work()
+            told = f"{found.worst:.0e}"
+            problem = None if found.is_rounding else told
         except (Failed, Mismatch) as error:
             told, problem = f"**{_FAILED}**", str(error)
         self._tell(title, told, problem)
@@ -294,6 +303,7 @@ def page(run: Run, earlier: str = "") -> str:
         long_runs="\n".join(_row(title, result) for title, result in run.many.items()),
         schedules=" | ".join(SCHEDULES),
         masks=mask_section(run.masks),
+        experts=build_section(run.experts),
         frozen="\n".join(f"| {title} | {' | '.join(told)} |" for title, told in run.frozen.items()),
         apart="\n".join(_row(title, result) for title, result in run.apart.items()),
     )
@@ -407,6 +417,10 @@ excluded.
 ## Masks
 
 {masks}
+
+## Experts over ranks
+
+{experts}
 
 ## Frozen parts in a pipeline
 
