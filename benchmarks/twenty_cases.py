@@ -203,7 +203,7 @@ CASES = (
         "8B, 128k tokens", "8B", "16x8xB200", 32, LONG_128K, "The same cp 4; tp 2 is not needed on 180 GB.", 131_072,
     ),
     Case("8B, 1M tokens", "8B", "32x8xH100", 8, LONG_1M, "The same plan.", 1_048_576),
-    Case("8B, 1M tokens", "8B", "128x8xB200", 16, LONG_1M, "WHY_1M", 1_048_576),
+    Case("8B, 1M tokens", "8B", "128x8xB200", 16, LONG_1M, "The same plan.", 1_048_576),
     Case(
         "Whisper + ViT-22B + 70B", "70B", "32x8xH100", 512, Recipe("Megatron-LM, DistTrain's baseline", tp=8, stages=8),
         "DistTrain gives encoders ranks of their own with sizes of their own, and reports up to 2.2 times the "

@@ -23,7 +23,7 @@ from cornstarch.cli import (
 )
 from cornstarch.errors import ConfigError
 from cornstarch.report import plan_text
-from cornstarch.report.number_format import format_bytes, format_count, format_error, format_percent, format_step_time
+from cornstarch.report.number_format import format_bytes, format_count, format_percent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,10 +98,7 @@ def plan(
         machines = replace(machines, name=machines.name or name)
         for size in sizes:
             resize_cluster(machines, size)  # refuses a size that does not fill nodes
-    for path, option in ((output, "--output"), (html, "--html")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
-
+    _check_folders(output, html)
     if calibrate is not None:
         run = _calibrate(run, calibrate, nproc, quick, data)
     page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data)
@@ -142,6 +139,13 @@ def _check_options(
         raise ConfigError("--quick is an option of --calibrate. Add --calibrate FOLDER.")
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: expected dollars per GPU hour, above 0.")
+
+
+def _check_folders(output: Path | None, html: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is computed."""
+    for path, option in ((output, "--output"), (html, "--html")):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -244,8 +248,7 @@ def _build_plan_table(page: PlanReport, top: int) -> Table:
     table = build_figure_table("", *names, left=("plan",), no_wrap=True, show_lines=True)
 
     def add_row(name: str, one: Prediction, compared: str, reason: str) -> None:
-        step = f"{format_step_time(one.step)}{format_error(one.error)}"
-        figures = [step, compared, plan_text.format_rate(one), format_percent(one.mfu)]
+        figures = [plan_text.format_step(one), compared, plan_text.format_rate(one), format_percent(one.mfu)]
         memory = f"{format_bytes(one.peak)}\nof {format_bytes(one.limit)}"
         described = "\n".join([*plan_text.describe_choice(one.candidate), *filter(None, [reason])])
         table.add_row(name, *figures, memory, *page.format_price(one, page.cluster.devices), described)

@@ -169,7 +169,8 @@ class _Reader:
         errors = self._read_errors(given.get("errors", {}))
         if nodes is None or per_node is None or one is None or inside is None or between is None:
             return None
-        return Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, errors=errors, **disks)
+        found = Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, errors=errors)
+        return replace(found, disk=disks.get("disk"), disk_read=disks.get("disk_read"))
 
     def _read_kinds(self, given: Mapping[str, Any], between: Link | None) -> Cluster | None:
         """Return a cluster of several kinds of nodes, which `nodes` lists."""

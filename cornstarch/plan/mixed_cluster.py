@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import reduce
 from itertools import combinations
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import DTYPES, Cluster, Device
@@ -91,7 +91,7 @@ def _combine_modules(every: Sequence[tuple[ModuleCost, ...]]) -> tuple[ModuleCos
 
 
 def _combine_layers(layers: Sequence[LayerCost]) -> LayerCost:
-    slowest = {name: max(getattr(one, name) or 0.0 for one in layers) for name in _TIMES}
+    slowest: dict[str, Any] = {name: max(getattr(one, name) or 0.0 for one in layers) for name in _TIMES}
     if layers[0].again is None:
         slowest.pop("again")
     return replace(layers[0], **slowest)

@@ -14,14 +14,7 @@ from cornstarch.plan.search import SearchResult
 from cornstarch.report import plan_text
 from cornstarch.report.charts import Chart, ChartLine, draw_chart
 from cornstarch.report.html import Table, TableCell, render_page
-from cornstarch.report.number_format import (
-    format_bytes,
-    format_count,
-    format_error,
-    format_percent,
-    format_step_time,
-    pluralize,
-)
+from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time, pluralize
 from cornstarch.report.timelines import AFTER, KINDS, PipelineTimelines, StepTimeline, TimelineBar, draw_gantt
 
 if TYPE_CHECKING:
@@ -116,8 +109,7 @@ def render_plan(report: PlanReport) -> str:
 def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     best, devices = report.best, report.cluster.devices
     idle = devices - best.candidate.world
-    step = f"{format_step_time(best.step)}{format_error(best.error)}"
-    yield "Step", step, f"{best.samples_per_second:.3g} samples a second"
+    yield "Step", plan_text.format_step(best), f"{best.samples_per_second:.3g} samples a second"
     unit = plan_text.select_rate_unit(best).capitalize()
     yield f"{unit} a second", plan_text.format_rate(best), "of the whole cluster"
     yield "MFU", format_percent(best.mfu), "of the peak FLOPs of the devices"

@@ -86,11 +86,15 @@ def describe_auto_plan(best: Prediction, cluster: Cluster) -> str:
 
 def describe_prediction(best: Prediction) -> str:
     """Return the figures of a prediction on one line."""
-    step = f"{format_step_time(best.step)}{format_error(best.error)} a step"
-    figures = [step, f"{format_rate(best)} {select_rate_unit(best)} a second"]
+    figures = [f"{format_step(best)} a step", f"{format_rate(best)} {select_rate_unit(best)} a second"]
     figures += [f"MFU {format_percent(best.mfu)}"] if best.mfu is not None else []
     figures.append(f"{format_bytes(best.peak)} of {format_bytes(best.limit)} on the fullest device")
     return ", ".join(figures).replace("\u00a0", " ")
+
+
+def format_step(one: Prediction) -> str:
+    """Return the time of a step, with its error bar if there is one."""
+    return f"{format_step_time(one.step)}{format_error(one.error)}"
 
 
 def select_rate_unit(one: Prediction) -> str:
