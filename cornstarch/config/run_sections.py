@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
     memory as the state. A failure ends the run in the next step."""
     peer: Positive | None = None
     """Steps between copies of the state in shared memory, which outlive the processes of the run: a run goes on from
-    there after a failure without reading a checkpoint. All ranks must be on one node. Default: none."""
+    there after a failure without reading a checkpoint. On several nodes, each shard is kept on two. Default: none."""
     form: Literal["sharded", "full", "local"] = "sharded"
     """sharded: each process writes its shards. full: the first process writes everything. local: each process writes
     its whole state, and only the same layout can load it."""
