@@ -139,6 +139,40 @@ class Coordinator:
             with suppress(RuntimeError):
                 dist.send(torch.tensor([_STOP]), rank, group=self._group)
 
+    def swap(self, value: Any, contents: Sequence[Tensor], to: int, source: int) -> tuple[Any, list[Tensor]]:
+        """Send JSON and bytes to one rank and receive those of another, while all ranks do so."""
+        sizes = [content.numel() for content in contents]
+        head = torch.frombuffer(bytearray(json.dumps([value, sizes]).encode()), dtype=torch.uint8)
+        with _explain_lost_rank(source):
+            sent = [torch.tensor([head.numel()]), head, *(content for content in contents if content.numel())]
+            works = [dist.isend(one, to, group=self._group) for one in sent]
+            theirs, counts = self._receive(source)
+            received = [torch.empty(count, dtype=torch.uint8) for count in counts]
+            for one in received:
+                if one.numel():
+                    dist.recv(one, source, group=self._group)
+            for work in works:
+                if work is not None:
+                    work.wait()
+        return theirs, received
+
+    def send_bytes(self, content: Tensor, rank: int) -> None:
+        """Send bytes to a rank that calls `receive_bytes`."""
+        with _explain_lost_rank(rank):
+            dist.send(torch.tensor([content.numel()]), rank, group=self._group)
+            if content.numel():
+                dist.send(content, rank, group=self._group)
+
+    def receive_bytes(self, rank: int) -> Tensor:
+        """Receive bytes from a rank that calls `send_bytes`."""
+        size = torch.zeros(1, dtype=torch.int64)
+        with _explain_lost_rank(rank):
+            dist.recv(size, rank, group=self._group)
+            content = torch.empty(int(size), dtype=torch.uint8)
+            if content.numel():
+                dist.recv(content, rank, group=self._group)
+        return content
+
     def _receive_outcome(self, rank: int) -> dict[str, Any]:
         try:
             return dict(self._receive(rank))

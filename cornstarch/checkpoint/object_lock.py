@@ -22,7 +22,7 @@ import psutil
 from cornstarch.checkpoint.object_errors import redact
 from cornstarch.errors import ConfigError
 
-RENEWAL = 5.0
+RENEWAL = 10.0
 """Seconds between two renewals of a lock."""
 EXPIRY = 30.0
 """Seconds without a renewal after which the owner of a lock is taken to have ended."""

@@ -2,7 +2,8 @@
 
 A copy is a checkpoint in a folder of shared memory (`/dev/shm`), written and verified by the same code: every rank's
 shards with checksums, complete or not there at all. The kernel holds it, so that any process of the run may be killed,
-and all of them. A restart of the machine loses it, and the run goes on from its newest checkpoint on disk.
+and all of them. On several nodes, files are on two of them, so that one may be lost (`peer_nodes.py`). A restart of
+all machines loses the copies, and the run goes on from its newest checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import secrets
 import shutil
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from cornstarch.checkpoint.coordinator import Coordinator
+from cornstarch.checkpoint.peer_nodes import NodePlace, NodeWriter, find_newest_together
 from cornstarch.checkpoint.reader import Checkpoint
-from cornstarch.checkpoint.shards import Tensorlike, list_shards
+from cornstarch.checkpoint.shards import LEFTOVER_NAME, Tensorlike, list_shards
 from cornstarch.checkpoint.storage import LocalStorage
 from cornstarch.checkpoint.store import CheckpointStore
 from cornstarch.errors import ConfigError
@@ -54,30 +56,57 @@ class SharedMemory(LocalStorage):
 class PeerMemory(CheckpointStore):
     """The copies of a run's state in shared memory."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, name: str) -> None:
         self.base = locate_copies(run_folder)
-        super().__init__(self.base / _identify_run(run_folder), KEPT)
+        super().__init__(self.base / name, KEPT)
         self.storage = SharedMemory(self.base)
+        self.place = NodePlace.current()
 
     def copy(self, step: int, tensors: Mapping[str, Tensorlike], data: Mapping[str, Any], *, wait: bool) -> None:
         """Copy the state of a step into shared memory; all ranks must call it."""
         self.wait()
         shards = [shard for name, tensor in tensors.items() for shard in list_shards(name, tensor)]
-        sizes = {f"{shard.name}{shard.box}": shard.nbytes for shard in shards}
-        Coordinator.default().reduce(lambda: sizes, lambda found: _check_memory(found, len(self.list())))
-        self.save(step, tensors, data, wait=wait)
+        own = {
+            "sizes": {f"{shard.name}{shard.box}": shard.nbytes for shard in shards},
+            "copies": len(self.list()),
+            "free": min(shutil.disk_usage(SHARED_MEMORY).free, psutil.virtual_memory().available),
+        }
+        coordinator = Coordinator.default()
+        coordinator.reduce(lambda: own, _check_memory)
+        if self.place.nodes == 1:
+            self.save(step, tensors, data, wait=wait)
+            return
+
+        def prepare(resources: ExitStack, step: int) -> tuple[Path, int]:
+            return self.folder / f"step_{step:08d}.tmp.{secrets.token_hex(4)}", step + 1
+
+        coordinator.run_on_all(lambda: self._make_room(step))
+        writer = NodeWriter(self.storage, self.folder, coordinator, step, tensors, data)
+        writer.plan(None, "sharded", prepare)
+        writer.temporary = self.folder / writer.temporary.name  # each node's own path
+        writer.finish(lambda target: self._prune(self.list()))
+
+    def _make_room(self, step: int) -> None:
+        """On each node: remove what a killed copy has left, and a copy of the same step that was not complete."""
+        if self.place.is_first and self.folder.is_dir():
+            for name in os.listdir(self.folder):
+                if LEFTOVER_NAME.fullmatch(name) or name == f"step_{step:08d}":
+                    self.storage.remove(self.folder / name)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest copy that is intact; unlike `latest`, damaged ones alone are no error."""
+        if self.place.nodes > 1:
+            self.problems = []
+            return find_newest_together(self.folder, self.storage, self.problems)
         try:
             return self.latest()
         except ConfigError:
             return None
 
     def drop(self, *, until: int | None = None, after: int | None = None) -> None:
-        """On rank 0, remove the copies of steps up to `until`, or after `after`; the last one's folder goes, too."""
+        """Remove the copies of steps up to `until`, or after `after`; the folder goes with the last one."""
         self.wait()
-        if distributed.rank() > 0 or not self.base.exists():
+        if not self.place.is_first or not self.base.exists():
             return
         for one in self.list():
             if (until is not None and one.step <= until) or (after is not None and one.step > after):
@@ -90,24 +119,21 @@ class PeerMemory(CheckpointStore):
 def open_peer_memory(run_folder: Path, is_used: bool) -> PeerMemory | None:
     """Return the copies of a run, or None if it keeps none; those that nobody will read are removed. Collective."""
     if not is_used:
-        if distributed.rank() == 0:
+        if distributed.rank() % max(1, distributed.ranks_per_node()) == 0:
             release_copies(locate_copies(run_folder))
         return None
-
-    def check() -> None:
-        if not SHARED_MEMORY.is_dir():
-            raise ConfigError(f"checkpoint.peer: there is no {SHARED_MEMORY} to keep copies in. Leave the key out.")
-        if distributed.ranks_per_node() < distributed.world_size():
-            raise ConfigError(
-                f"checkpoint.peer: {distributed.world_size()} ranks are on several nodes "
-                f"({distributed.ranks_per_node()} on this one), and copies in memory are shared within one. Leave the "
-                "key out; checkpoint.background saves while the run goes on."
-            )
-
     coordinator = Coordinator.default()
-    coordinator.run_on_all(check)
-    coordinator.run_on_first(lambda: _begin(run_folder))
-    return PeerMemory(run_folder)
+    coordinator.run_on_all(_check_support)
+    name = coordinator.run_on_first(lambda: _name_run(run_folder))
+    memory = PeerMemory(run_folder, name)
+    coordinator.run_on_all(lambda: _remove_others(memory))
+    return memory
+
+
+def _check_support() -> None:
+    NodePlace.current()
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"checkpoint.peer: there is no {SHARED_MEMORY} to keep copies in. Leave the key out.")
 
 
 def locate_copies(run_folder: Path) -> Path:
@@ -124,13 +150,19 @@ def release_copies(base: Path) -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _begin(run_folder: Path) -> None:
-    """Give the run a name, unless it has one, and remove the copies of another run that was in its folder."""
+def _name_run(run_folder: Path) -> str:
+    """Return the name of the run in a folder, which has none of its own before its first start."""
     path = run_folder / IDENTITY
     if not path.exists():
         replace_file(path, json.dumps({"id": secrets.token_hex(8)}).encode() + b"\n")
-    base, own = locate_copies(run_folder), _identify_run(run_folder)
-    if base.is_symlink() or (base.exists() and any(name != own for name in os.listdir(base))):
+    return _identify_run(run_folder)
+
+
+def _remove_others(memory: PeerMemory) -> None:
+    """On each node: remove the copies of another run that was in the run's folder."""
+    base = memory.base
+    stale = base.is_symlink() or (base.exists() and any(name != memory.folder.name for name in os.listdir(base)))
+    if memory.place.is_first and stale:
         release_copies(base)
 
 
@@ -144,11 +176,11 @@ def _identify_run(run_folder: Path) -> str:
     return str(name)
 
 
-def _check_memory(found: list[dict[str, int]], there: int) -> None:
-    """Refuse copies that would not fit beside those that are `there`; replicated shards are kept once."""
-    size = sum({shard: size for one in found for shard, size in one.items()}.values())
-    needed = (_AT_ONCE - there) * size
-    free = min(shutil.disk_usage(SHARED_MEMORY).free, psutil.virtual_memory().available)
+def _check_memory(found: list[dict[str, Any]]) -> None:
+    """Refuse copies that would not fit beside those that are there; replicated shards are kept once on a node."""
+    size = sum({shard: size for one in found for shard, size in one["sizes"].items()}.values())
+    needed = (_AT_ONCE - found[0]["copies"]) * size
+    free = min(one["free"] for one in found)
     if needed > free:
         raise ConfigError(
             f"checkpoint.peer: the state has {size:,} bytes, and its copies need {needed:,} more while they are "

@@ -23,14 +23,15 @@ class CheckpointConfig(Section):
     best_by: Literal["loss", "accuracy"] = "loss"
     """The metric of the best evaluation."""
     folder: str | None = None
-    """A folder for checkpoints outside of the run's: a path, or `scheme://…` of a registered storage. No two runs may
-    have the same one. Default: `checkpoints` in the run's folder."""
+    """A folder for checkpoints outside of the run's: a path, or the URL of an object store (`s3://bucket/run`,
+    `gs://…`) or of a registered storage. No two runs may have the same one. Default: `checkpoints` in the run's
+    folder."""
     background: bool = False
     """Copy the state and write it while training continues: steps wait for the copy only, which takes as much CPU
     memory as the state. A failure ends the run in the next step."""
     peer: Positive | None = None
-    """Steps between copies of each rank's state in the memory of another rank, from which a run goes on after a
-    failure without reading a checkpoint. Default: none."""
+    """Steps between copies of the state in shared memory, which outlive the processes of the run: a run goes on from
+    there after a failure without reading a checkpoint. On several nodes, each shard is kept on two. Default: none."""
     form: Literal["sharded", "full", "local"] = "sharded"
     """sharded: each process writes its shards. full: the first process writes everything. local: each process writes
     its whole state, and only the same layout can load it."""

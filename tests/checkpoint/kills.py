@@ -118,8 +118,8 @@ def main() -> None:
         operations = kill_at_every_operation(Path(parent) / "operations")
         print(f"killed at each of {operations} operations on files: the old checkpoint or the new one, never a mix")
         step, during = kill_at_random_moments(Path(parent) / "moments", given.moments, given.seed)
-    print(f"killed at {given.moments} random moments, {during} of them in the midst of a save; {step} steps were saved,")
-    print("and none was lost or mixed")
+    print(f"killed at {given.moments} random moments, {during} of them in the midst of a save:")
+    print(f"of {step} saved steps none was lost or mixed")
 
 
 if __name__ == "__main__":

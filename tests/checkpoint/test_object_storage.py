@@ -145,7 +145,7 @@ def test_a_store_that_stays_away_ends_a_background_save_with_the_reason() -> Non
     store = save(2, wait=False)
     while store.is_saving:
         time.sleep(0.001)
-    with pytest.raises(ConfigError, match="could not put faulty://bucket/run/step_00000002/data.json in 6 attempts: no"):
+    with pytest.raises(ConfigError, match="put faulty://bucket/run/step_00000002/data.json in 6 attempts: no answer"):
         store.check()
     assert count == object_storage.ATTEMPTS
     FaultyStore.hook = staticmethod(lambda request: None)

@@ -22,6 +22,8 @@ from cornstarch.errors import ConfigError
 from cornstarch.train import RunConfig, Trainer
 from cornstarch.trainer.callbacks import Callback
 from tests import forked
+from tests.checkpoint import numbered
+from tests.parity.pool import pool
 from tests.trainer.tiny import losses, tiny_config, trainer_of
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -57,10 +59,16 @@ def describe(folder: Path, layout: str | None = None, **checkpoint: Any) -> RunC
     )  # fmt: skip
 
 
-def train_rank(rank: int, size: int, meeting: Path, config: RunConfig, die_at: int | None, said: Path) -> None:
-    """Train in one of several processes, up to a kill or to the end."""
+def train_rank(
+    rank: int, size: int, meeting: Path, config: RunConfig, die_at: int | None, said: Path, nodes: int
+) -> None:
+    """Train in one of several processes, up to a kill or to the end. Each node has a memory of its own."""
     torch.set_num_threads(1)
-    os.environ.update({"LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "RANK": str(rank)})
+    local = size // nodes
+    os.environ.update({"LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": str(rank % local), "RANK": str(rank)})
+    if nodes > 1:
+        peer_memory.SHARED_MEMORY = said.parent / f"node-{rank // local}"
+        peer_memory.SHARED_MEMORY.mkdir(exist_ok=True)
     store = dist.FileStore(str(meeting), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=200))
     text = io.StringIO()
@@ -71,12 +79,12 @@ def train_rank(rank: int, size: int, meeting: Path, config: RunConfig, die_at: i
     os._exit(0)
 
 
-def run_ranks(folder: Path, config: RunConfig, size: int, die_at: int | None = None) -> str:
+def run_ranks(folder: Path, config: RunConfig, size: int, die_at: int | None = None, nodes: int = 1) -> str:
     """Train in processes; return what rank 0 has said if they came to the end."""
     number = len(list(folder.glob("meeting-*")))
     said, meeting = folder / f"said-{number}", folder / f"meeting-{number}"
     meeting.touch()
-    ranks = [forked.process(train_rank, rank, size, meeting, config, die_at, said) for rank in range(size)]
+    ranks = [forked.process(train_rank, rank, size, meeting, config, die_at, said, nodes) for rank in range(size)]
     for one in ranks:
         one.start()
     for one in ranks:
@@ -88,6 +96,7 @@ def run_ranks(folder: Path, config: RunConfig, size: int, die_at: int | None = N
     return said.read_text() if die_at is None else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_goes_on_from_memory_as_if_nothing_had_happened(layout: str, folder: Path) -> None:
     size = LAYOUTS[layout][0]
@@ -103,6 +112,24 @@ def test_a_killed_run_goes_on_from_memory_as_if_nothing_had_happened(layout: str
     assert losses(folder / "run") == losses(whole / "run")
     assert set(losses(folder / "run")) == set(range(1, 8))
     assert not locate_copies(folder / "run").exists()  # released at the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "lost"), [("ddp", 0), ("fsdp2", 1)])
+def test_one_of_two_nodes_may_be_lost(layout: str, lost: int, folder: Path) -> None:
+    whole = folder / "whole"
+    run_ranks(folder, describe(whole, layout), 2)
+    config = describe(folder, layout, peer=2)
+    run_ranks(folder, config, 2, die_at=5, nodes=2)
+    nodes = [list((folder / f"node-{node}").glob("*/*/step_00000004")) for node in (0, 1)]
+    assert [sorted(path.name for path in one.iterdir()) for [one] in nodes[:1]] == [
+        sorted(path.name for path in one.iterdir()) for [one] in nodes[1:]
+    ]  # two nodes: each has all files
+    shutil.rmtree(folder / f"node-{lost}")
+    said = run_ranks(folder, config, 2, nodes=2)
+    assert "Going on from the copy in memory of step 4" in said
+    assert losses(folder / "run") == losses(whole / "run")
+    assert not list(folder.glob("node-*/*"))  # released at the end
 
 
 def copies_of(folder: Path) -> list[Path]:
@@ -191,6 +218,50 @@ def test_a_folder_of_somebody_else_is_refused(folder: Path) -> None:
     base.symlink_to(elsewhere)
     open_peer_memory(folder / "run", is_used=True)  # a link is no copy: it is removed, and not followed
     assert not base.is_symlink() and elsewhere.is_dir()
+
+
+def copy_on_three_nodes(folder: Path) -> list[list[str]]:
+    """Be one of three nodes; return the files of each copy here, after some were damaged and lost."""
+    rank = dist.get_rank()
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    peer_memory.SHARED_MEMORY = folder / f"node-{rank}"
+    peer_memory.SHARED_MEMORY.mkdir()
+    memory = open_peer_memory(folder / "run", is_used=True)
+    assert memory is not None and memory.place.nodes == 3
+    for step in (1, 2, 3):
+        memory.copy(step, numbered.numbered(step), {"step": step}, wait=True)
+    here = sorted(path.name for path in (memory.folder / "step_00000003").iterdir())
+    dist.barrier()
+    if rank == 0:  # the newest copy of rank 1's shards, on the nodes 1 and 2
+        for node in (1, 2):
+            [file] = folder.glob(f"node-{node}/*/*/step_00000003/rank-0001-*")
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+        [file] = folder.glob("node-1/*/*/step_00000002/rank-0001-*")
+        file.write_bytes(b"")
+        shutil.rmtree(folder / "node-0")
+        (folder / "node-0").mkdir()
+    dist.barrier()
+    found = memory.newest()
+    assert found is not None and found.step == 2
+    with found.all_tensors() as tensors:
+        assert {float(n) for name in tensors for n in tensors[name].unique()} == {2.0}
+    names = sorted(path.name for path in found.folder.iterdir())
+    problems = memory.problems
+    memory.drop(until=9)
+    peer_memory.SHARED_MEMORY = Path("/dev/shm")
+    return [here, names, problems]
+
+
+def test_what_nodes_have_is_judged_together(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    found = pool().run(3, copy_on_three_nodes, tmp_path)
+    pool().renew()  # its workers believe in nodes now
+    everything = ["checkpoint.json", "data.json", *(f"rank-{rank:04d}-tensors-00001.safetensors" for rank in range(3))]
+    for rank, (here, names, problems) in enumerate(found):
+        before = (rank - 1) % 3
+        assert here == [name for name in everything if "rank" not in name or int(name[5:9]) in (rank, before)]
+        assert names == everything
+        assert len(problems) == 1 and "step_00000003" in problems[0]
 
 
 def test_a_run_that_was_set_back_drops_the_copies_that_it_gave_up(folder: Path) -> None:
