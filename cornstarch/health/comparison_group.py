@@ -1,4 +1,4 @@
-"""A process group of its own for comparisons: if ranks are out of step elsewhere, their messages do not mix with these."""
+"""A process group of its own for comparisons, with which nothing mixes where ranks are out of step elsewhere."""
 
 from __future__ import annotations
 

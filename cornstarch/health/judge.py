@@ -188,6 +188,9 @@ class Judge:
         hint = "\n  The last collectives and the stacks of all ranks are in the run's folder, `health`."
         if not behind:
             beat = standing[min(standing)]
+            numbers = {tuple(sorted(beat.sequences.items())) for beat in standing.values()}
+            if len(numbers) > 1 and all(beat.sequences for beat in standing.values()):
+                return self._end_crossed(standing, hint)
             text = (
                 f"All ranks have waited for one another for {beat.idle:.0f} s, {place(beat)}: rank {beat.rank} "
                 f"{_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
@@ -205,6 +208,18 @@ class Judge:
             f"while rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
         )
         return Verdict(tuple(sorted(behind)), text)
+
+    def _end_crossed(self, standing: Mapping[int, Heartbeat], hint: str) -> Verdict:
+        """Return the verdict on ranks of which each has begun a collective that another one has not."""
+        one = standing[min(standing)]
+        other = next(beat for beat in standing.values() if beat.sequences != one.sequences)
+        text = (
+            f"Ranks {one.rank} and {other.rank} have waited in different collectives for {one.idle:.0f} s, {place(one)}: "
+            f"one of them left one out, or began one that the other did not. {self._name(one.rank)} "
+            f"{_describe_wait(one)}.{_describe_stack(one)}\n  {self._name(other.rank)} {_describe_wait(other)}."
+            f"{_describe_stack(other)}{hint}"
+        )
+        return Verdict((one.rank, other.rank), text)
 
     # ------------------------------------------------------------------ words
 
@@ -240,7 +255,7 @@ def find_behind(standing: Mapping[int, Heartbeat]) -> dict[int, tuple[int, int]]
             continue
         ahead |= {rank for rank, count in counts.items() if count == top}
         behind |= {rank: (count, top) for rank, count in counts.items() if count < top}
-    return {rank: pair for rank, pair in behind.items() if rank not in ahead} or behind
+    return {rank: pair for rank, pair in behind.items() if rank not in ahead}
 
 
 def place(beat: Heartbeat) -> str:

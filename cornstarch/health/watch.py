@@ -203,6 +203,7 @@ class HealthWatch:
         verdict: Verdict | None = self._judge.judge(beats, now, self.interval)
         if self._rank == 0:
             self._keep_notes(beats, now)
+        self._judge.notes.clear()
         if verdict is not None:
             self._conclude(verdict.text)
 
@@ -217,7 +218,7 @@ class HealthWatch:
 
     def _keep_notes(self, beats: list[Heartbeat], now: float) -> None:
         assert self._judge is not None
-        notes, self._judge.notes = self._judge.notes, []
+        notes = self._judge.notes
         self._notes += notes
         self._slow += self._stragglers.add(beats, now)
         if self.log is not None:

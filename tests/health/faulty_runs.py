@@ -33,10 +33,10 @@ Fault = Callable[["FaultyTrainer"], None]
 
 
 class Rows:
-    """Numbers to learn from; another `offset` is other data."""
+    """Numbers to learn from."""
 
-    def __init__(self, count: int, offset: float = 0.0) -> None:
-        self._x = torch.randn(count, 8, generator=torch.Generator().manual_seed(3)) + offset
+    def __init__(self, count: int) -> None:
+        self._x = torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
 
     def __len__(self) -> int:
         return len(self._x)
@@ -74,9 +74,9 @@ class FaultyTrainer(Callback):
         self._call("pause", trainer)
 
 
-def build_net(offset: float) -> tuple[nn.Module, Any, Any, Any]:
+def build_net(count: int) -> tuple[nn.Module, Any, Any, Any]:
     layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)]
-    return nn.Sequential(*layers), compute_loss, Rows(64, offset), Rows(16)
+    return nn.Sequential(*layers), compute_loss, Rows(count), Rows(16)
 
 
 def build_language_model() -> tuple[nn.Module, Any, Any, Any]:
@@ -105,7 +105,7 @@ def _run(
     fault: Fault | None,
     at: tuple[str, int],
     steps: int,
-    offset: float,
+    count: int,
     sections: Mapping[str, Any],
 ) -> None:
     rank = int(environment["RANK"])
@@ -125,7 +125,7 @@ def _run(
         options[name] = {**options.get(name, {}), **section} if isinstance(section, Mapping) else section
     torch.manual_seed(0)
     is_pipeline = "modules" in options.get("parallel", {})
-    model, loss, rows, others = build_net(offset) if not is_pipeline else build_language_model()
+    model, loss, rows, others = build_net(count) if not is_pipeline else build_language_model()
     console = Console(file=sys.stdout, width=200, soft_wrap=True)
     try:
         with start_process_group(current_world()):
@@ -148,7 +148,7 @@ def run_ranks(
     faults: Mapping[int, Fault] | None = None,
     at: tuple[str, int] = ("step", 5),
     steps: int = 20,
-    offsets: Mapping[int, float] | None = None,
+    counts: Mapping[int, int] | None = None,
     beside: Callable[[list[ForkServerProcess]], None] | None = None,
     **sections: Any,
 ) -> list[Ended]:
@@ -160,7 +160,7 @@ def run_ranks(
         faults: By rank, what goes wrong.
         at: When: the name of a callback's method, and the step.
         steps: Of the run.
-        offsets: By rank, what is added to its data.
+        counts: By rank, how many rows it has. Default: 64.
         beside: Called with the processes once they run.
         sections: Of the config.
     """
@@ -168,7 +168,7 @@ def run_ranks(
         processes = []
         for rank in range(ranks):
             own = (faults or {}).get(rank)
-            arguments = (own, at, steps, (offsets or {}).get(rank, 0.0), sections)
+            arguments = (own, at, steps, (counts or {}).get(rank, 64), sections)
             one = forked.process(_run, str(folder), variables(rank, ranks, port), *arguments)
             one.start()
             processes.append(one)
@@ -180,9 +180,10 @@ def run_ranks(
                 left = {rank for rank in left if processes[rank].exitcode is None}
                 if left and len(left) < ranks:
                     end = min(end, time.monotonic() + 12.0)  # those that can end do so soon after the first
-                if left and left <= set(faults or {}) and len(left) < ranks:
+                if left and left <= {rank for rank, one in (faults or {}).items() if one in NEVER_END}:
                     break
-                processes[min(left)].join(0.1) if left else None
+                if left:
+                    processes[min(left)].join(0.1)
         finally:
             codes = [one.exitcode for one in processes]
             for one in processes:
@@ -211,11 +212,16 @@ def stand_still(faulty: FaultyTrainer) -> None:
     time.sleep(600)
 
 
-def skip_collective(faulty: FaultyTrainer) -> None:
-    """Take part in one collective fewer than the others: this runs on them."""
-    dist.all_reduce(torch.zeros(3))
+NEVER_END = (stop_itself, stand_still)
 
 
+def begin_collective(faulty: FaultyTrainer) -> None:
+    """Begin a collective that the other rank leaves out, in a group that nothing else uses."""
+    dist.all_reduce(torch.zeros(3), group=dist.new_group([0, 1]))
+
+
+def leave_out_collective(faulty: FaultyTrainer) -> None:
+    dist.new_group([0, 1])
 
 
 def flip_bit(faulty: FaultyTrainer) -> None:
@@ -224,8 +230,3 @@ def flip_bit(faulty: FaultyTrainer) -> None:
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     with torch.no_grad():
         local.view(-1).view(torch.int32)[0] ^= 1 << 12
-
-
-def add_collective(faulty: FaultyTrainer) -> None:
-    """Begin a collective that no other rank takes part in, of the shape of the gradients."""
-    dist.all_reduce(torch.zeros(433), async_op=True)

@@ -1,0 +1,181 @@
+"""Which rank is named, from heartbeats alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cornstarch.health.heartbeat import Heartbeat, RankProcess, find_state
+from cornstarch.health.judge import Judge, Verdict, find_limit
+from cornstarch.parallel.activity import Activity
+
+PROCESSES = {rank: RankProcess("node", 100 + rank, "m") for rank in range(4)}
+INTERVAL = 0.5
+
+
+class Run:
+    """Heartbeats of ranks over time."""
+
+    def __init__(self, ranks: int = 2, limit: float | None = None) -> None:
+        self.judge = Judge({rank: PROCESSES[rank] for rank in range(ranks)}, limit)
+        self.ranks, self.now, self.number = ranks, 0.0, 0
+
+    def beat(self, seconds: float = 0.0, silent: tuple[int, ...] = (), **by_rank: dict[str, Any]) -> Verdict | None:
+        """Let time pass; every rank that is not silent posts. `rank_1={...}` says what rank 1 posts."""
+        steps = max(1, round(seconds / INTERVAL))
+        verdict = None
+        for _ in range(steps):
+            self.now, self.number = self.now + INTERVAL, self.number + 1
+            beats = []
+            for rank in range(self.ranks):
+                if rank in silent:
+                    continue
+                values: dict[str, Any] = {"phase": "step", "step": 7, "steps": 7, "seconds": 0.1}
+                values |= by_rank.get(f"rank_{rank}", {})
+                beats.append(Heartbeat(rank, self.number, **values))
+            verdict = self.judge.judge(beats, self.now, INTERVAL)
+            if verdict is not None:
+                break
+        return verdict
+
+
+WAITS = {"idle": 4.5, "state": "waits", "waits": "all_reduce [433]"}
+
+
+def test_the_limit_is_five_steps_and_at_least_five_seconds() -> None:
+    assert [find_limit(step) for step in (0.0, 0.1, 1.0, 3.0)] == [5.0, 5.0, 5.0, 15.0]
+
+
+def test_a_rank_without_heartbeats_is_named_and_not_the_one_that_waits_for_it() -> None:
+    run = Run()
+    assert run.beat(2.0) is None
+    stopped = {**WAITS, "neighbour": (1, "T")}
+    verdict = run.beat(5.0, silent=(1,), rank_0=stopped)
+    assert verdict is not None and verdict.ranks == (1,)
+    assert verdict.text.startswith("Rank 1 (node, process 101) was stopped by a signal 4 s ago")
+    assert "last heard of in step 7;" in verdict.text
+    assert "rank 0 waits for it in step 7" in verdict.text and run.now <= 7.0
+
+
+def test_the_limit_follows_the_steps() -> None:
+    run = Run()
+    run.beat(2.0, rank_0={"seconds": 4.0}, rank_1={"seconds": 4.0})
+    slow = {"seconds": 4.0, "idle": 10.0, "state": "waits", "waits": "x", "neighbour": (1, "T")}
+    assert run.beat(10.0, silent=(1,), rank_0=slow) is None
+    assert run.beat(10.0, silent=(1,), rank_0=slow) is not None
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "said"),
+    [("ended", 5.0, "has ended without a word"), ("S", 5.0, "has not answered for"), ("R", 45.0, "has not answered")],
+)
+def test_a_silent_rank_that_runs_is_given_more_time(state: str, seconds: float, said: str) -> None:
+    run = Run()
+    run.beat(1.0)
+    near = {**WAITS, "idle": 0.0, "state": "moves", "neighbour": (1, state)}
+    if state == "R":
+        assert run.beat(20.0, silent=(1,), rank_0=near) is None
+        assert "runs, slowly" in run.judge.notes[0].text
+    verdict = run.beat(seconds, silent=(1,), rank_0=near)
+    assert verdict is not None and said in verdict.text and verdict.ranks == (1,)
+
+
+def test_a_judge_that_was_stopped_itself_blames_nobody() -> None:
+    run = Run()
+    run.beat(1.0)
+    run.now += 60.0
+    assert run.beat(0.5, silent=(0, 1)) is None
+    assert run.beat(1.0) is None
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    run = Run()
+    run.beat(1.0, rank_1={"has_left": True})
+    assert run.beat(30.0, silent=(1,)) is None
+
+
+def test_a_rank_that_stands_still_is_named_with_its_line() -> None:
+    run = Run()
+    run.beat(1.0)
+    still = {"idle": 4.5, "state": "stands", "stack": ["read_row (rows.py:3)", "fit (run.py:9)"]}
+    verdict = run.beat(0.5, rank_0=WAITS, rank_1=still)
+    assert verdict is not None and verdict.ranks == (1,)
+    assert "has not moved for 4 s, in step 7: it stands still" in verdict.text
+    assert "It is in read_row (rows.py:3), called from fit (run.py:9)." in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"state": "data", "phase": "data"}, "waits for data"),
+        ({"state": "computes"}, "computes"),
+        ({"state": "compiles"}, "compiles"),
+        ({"state": "stands", "steps": 1}, None),
+        ({"state": "saves", "phase": "pause"}, None),
+    ],
+)
+def test_what_takes_its_time_is_noted_once_and_not_called_a_hang(values: dict[str, Any], said: str | None) -> None:
+    run = Run()
+    run.beat(1.0)
+    assert run.beat(60.0, rank_0={**WAITS, "idle": 60.0}, rank_1={"idle": 60.0, **values}) is None
+    assert [note.text.partition(") ")[2].partition(" for ")[0] for note in run.judge.notes] == ([said] if said else [])[
+        :1
+    ] or said == "waits for data"
+    verdict = run.beat(0.5, rank_0={**WAITS, "idle": 900.0}, rank_1={"idle": 900.0, **values})
+    assert verdict is not None and verdict.ranks == (1,)
+
+
+def test_of_ranks_that_all_wait_the_one_that_began_fewer_collectives_is_behind() -> None:
+    run = Run(3)
+    run.beat(1.0)
+    waits = {f"rank_{rank}": {**WAITS, "sequences": {"all": 12}} for rank in (0, 2)}
+    verdict = run.beat(0.5, **waits, rank_1={**WAITS, "waits": "barrier", "sequences": {"all": 11}})
+    assert verdict is not None and verdict.ranks == (1,)
+    assert "has begun 11 in a process group where rank 0 has begun 12, and waits in barrier" in verdict.text
+
+
+def test_ranks_in_different_collectives_are_both_named() -> None:
+    run = Run()
+    run.beat(1.0)
+    first = {**WAITS, "sequences": {"all": 12, "own": 4}}
+    verdict = run.beat(0.5, rank_0=first, rank_1={**WAITS, "waits": "barrier", "sequences": {"all": 11, "own": 5}})
+    assert verdict is not None and verdict.ranks == (0, 1)
+    assert "different collectives" in verdict.text and "waits in barrier" in verdict.text
+
+
+def test_ranks_that_wait_in_the_same_collective_point_to_the_network() -> None:
+    run = Run()
+    run.beat(1.0)
+    verdict = run.beat(0.5, rank_0={**WAITS, "sequences": {"all": 3}}, rank_1={**WAITS, "sequences": {"all": 3}})
+    assert verdict is not None and "the network between them carries nothing" in verdict.text
+
+
+def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
+    run = Run()
+    assert run.beat(30.0, rank_0={**WAITS, "idle": 20.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("set_up", "files", "ran", "pending", "state"),
+    [
+        ({"waits": "a message"}, [], 1.0, False, "waits"),
+        ({"phase": "data"}, [], 1.0, False, "data"),
+        ({}, ["/x/torch/_inductor/compile.py"], 0.0, True, "compiles"),
+        ({}, ["/x/cornstarch/checkpoint/save.py"], 0.0, False, "saves"),
+        ({}, ["x.py"], 0.5, True, "computes"),
+        ({}, ["x.py"], 0.0, True, "waits"),
+        ({}, ["x.py"], 0.0, False, "stands"),
+    ],
+)
+def test_what_a_rank_does(set_up: dict[str, Any], files: list[str], ran: float, pending: bool, state: str) -> None:
+    activity = Activity()
+    activity.enter("step")
+    for name, value in set_up.items():
+        setattr(activity, name, value)
+    assert find_state(activity, files, ran, pending) == state
+
+
+def test_a_heartbeat_survives_its_way() -> None:
+    beat = Heartbeat(3, 7, stack=["f (a.py:1)"], sequences={"a": 2}, neighbour=(4, "S"))
+    assert Heartbeat.from_json(beat.to_json()) == beat
