@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.kills import LAUNCHER, Case, Disturbed, Outcome, Verdict, draw_case
+from tests.chaos.kills import DOUBLE_WRITERS, LAUNCHER, ORPHANS, Case, Disturbed, Outcome, Verdict, draw_case
 from tests.chaos.processes import append_result
 
 KILLS = 5
@@ -136,6 +136,10 @@ def describe_one(case: Case, verdict: Verdict) -> str:
     return f"{verdict.seconds:6.1f} s  {case.name:8} {case.layout:9} {word}  {said}; at most {lost} steps lost"
 
 
+def _count(verdicts: Sequence[Verdict], problem: str) -> int:
+    return sum(any(problem in text for text in one.problems) for one in verdicts)
+
+
 def describe(verdicts: Sequence[Verdict]) -> str:
     """Return one line about all cases."""
     kills = [one for verdict in verdicts for one in verdict.kills]
@@ -146,6 +150,8 @@ def describe(verdicts: Sequence[Verdict]) -> str:
     words = [
         f"{len(kills)} kills in {len(verdicts)} runs",
         f"{failed} runs failed",
+        f"{_count(verdicts, ORPHANS)} with orphans",
+        f"{_count(verdicts, DOUBLE_WRITERS)} with two writers",
         f"{sum(one.compared for one in verdicts)} values bit-equal",
         f"at most {max((one.lost for one in kills), default=0)} steps lost",
         f"{sum(named)} of {len(named)} victims named",
