@@ -93,6 +93,8 @@ def _keep(connection: socket.socket) -> None:
     if child == 0:
         connection.close()
         _become(request, files)
+    with suppress(OSError):
+        os.setpgid(child, child)  # as it does itself: it may be killed before it comes to that
     for file in files:
         os.close(file)
     ended = os.pidfd_open(child)

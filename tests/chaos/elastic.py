@@ -21,7 +21,7 @@ from typing import Any
 from tests.chaos import told
 from tests.chaos.kills import PATIENCE, FoundError, read_records
 from tests.chaos.layouts import EVERY, LAYOUTS, Layout, write_run
-from tests.chaos.processes import Command, Line, find_processes, read_told, wait_until
+from tests.chaos.processes import Command, Line, append_result, find_processes, read_told, wait_until
 
 _TELL = ",".join((*told.RARE, told.STEP, told.SAMPLES))
 _STILL = (  # each rank draws its own dropout, so the number of ranks must not matter
@@ -51,9 +51,7 @@ def run(asked: argparse.Namespace) -> int:
         for problem in result["problems"]:
             print(f"    {problem}\n    again: python -m tests.chaos elastic --layouts {name}")
         failed += bool(result["problems"])
-        if asked.into is not None:
-            with asked.into.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"command": "elastic", "layout": name, "result": result}) + "\n")
+        append_result(asked.into, {"command": "elastic", "layout": name, "result": result})
     return int(failed > 0)
 
 

@@ -10,7 +10,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from tests.chaos import told
 from tests.chaos.kills import LAUNCHER, PATIENCE, FoundError
 from tests.chaos.layouts import LAYOUTS, Layout, write_run
-from tests.chaos.processes import Command, Line, find_processes, is_alive, read_told, wait_until
+from tests.chaos.processes import Command, Line, append_result, find_processes, is_alive, read_told, wait_until
 
 _ENDLESS = 100_000_000
 _SAMPLED = 5.0  # seconds between two looks at memory and files
@@ -300,15 +300,6 @@ def describe_soak(outcome: Outcome) -> dict[str, Any]:
 
 
 def _store(asked: argparse.Namespace, command: str, result: dict[str, Any], parts: Sequence[Outcome]) -> None:
-    if asked.into is not None:
-        said = {name: str(value) for name, value in vars(asked).items() if name not in ("run", "into")}
-        line = {"command": command, "asked": said, "result": result, "parts": [asdict(one) for one in parts]}
-        with asked.into.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def read_stored(path: Path, command: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of a command in a file."""
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        if (line := json.loads(text)).get("command") == command:
-            yield line
+    said = {name: str(value) for name, value in vars(asked).items() if name not in ("run", "into")}
+    line = {"command": command, "asked": said, "result": result, "parts": [asdict(one) for one in parts]}
+    append_result(asked.into, line)

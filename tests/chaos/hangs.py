@@ -25,7 +25,7 @@ from tests.chaos import told
 from tests.chaos.endurance import LongRun
 from tests.chaos.kills import PATIENCE, FoundError
 from tests.chaos.layouts import LAYOUTS, write_run
-from tests.chaos.processes import ROOT, is_alive, prepare_trainer, wait_until
+from tests.chaos.processes import ROOT, append_result, is_alive, prepare_trainer, wait_until
 from tests.cli import started
 
 LIMIT = 5.0
@@ -33,6 +33,8 @@ LIMIT = 5.0
 _NAMED = re.compile(
     r"^.{0,40}\bRank (\d+)\b(?: \([^)]*\))?(?:, which [^,]*,)? (?:was stopped|has not|has ended|has left)", re.MULTILINE
 )
+SLACK = 1.0
+"""Seconds more before a rank counts as named too late: until the message is in a log, on a busy machine."""
 _OFTEN = ("loop.evaluate_every=40", "logging.every=5")
 _RANKS_OF_CUTS = 3
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
@@ -55,7 +57,11 @@ class Found:
 
     @property
     def is_right(self) -> bool:
-        return not self.problem and bool(self.named) and set(self.named) == {self.rank} and self.seconds is not None
+        return not self.problem and set(self.named) == {self.rank}
+
+    @property
+    def is_late(self) -> bool:
+        return self.seconds is None or self.seconds > LIMIT + SLACK
 
 
 def find_named(texts: Iterable[str]) -> tuple[int, ...]:
@@ -69,9 +75,10 @@ def describe(found: Sequence[Found]) -> str:
     right = sum(one.is_right for one in found)
     times = sorted(one.seconds for one in found if one.seconds is not None) or [0.0]
     within = sum(one.seconds is not None and one.seconds <= LIMIT for one in found)
+    late = sum(one.is_late for one in found)
     return (
-        f"{len(found)} ranks stopped or cut off: {right} named rightly, {within} within {LIMIT:g} s (median "
-        f"{statistics.median(times):.1f}, at most {times[-1]:.1f}), "
+        f"{len(found)} ranks stopped or cut off: {right} named rightly, {within} within {LIMIT:g} s, {late} not "
+        f"within {LIMIT + SLACK:g} s (median {statistics.median(times):.1f}, at most {times[-1]:.1f}), "
         f"{sum(bool(one.problem) for one in found)} with another problem"
     )
 
@@ -126,7 +133,7 @@ def run_stops(asked: argparse.Namespace) -> int:
             finally:
                 run.stop()
     print(describe(list(found.values())))
-    return int(not all(one.is_right for one in found.values()))
+    return int(any(one.is_late or not one.is_right for one in found.values()))
 
 
 def stop_rank(run: LongRun, name: str) -> Found:
@@ -204,7 +211,7 @@ def run_cuts(asked: argparse.Namespace) -> int:
             if not one.is_right:
                 print(f"    again: python -m tests.chaos cuts --seed {asked.seed} --count {asked.count}")
     print(describe(list(found.values())))
-    return int(not all(one.is_right for one in found.values()))
+    return int(any(one.is_late or not one.is_right for one in found.values()))
 
 
 def cut_link(ready: Network, folder: Path, name: str) -> Found:
@@ -292,9 +299,8 @@ def run_busy(asked: argparse.Namespace) -> int:
         f"compute on {os.cpu_count()} cores"
     )
     print(line if code is None else f"{line}; it ended with {code}: {run.command.said()[-600:]}")
-    if asked.into is not None:
-        _append(asked.into, {"command": "busy", "name": f"{asked.seed}", "alarms": alarms, "minutes": took / 60,
-                             "steps": steps, "line": line})  # fmt: skip
+    result = {"name": f"{asked.seed}", "alarms": alarms, "minutes": took / 60, "steps": steps, "line": line}
+    append_result(asked.into, {"command": "busy", **result})
     return int(alarms > 0)
 
 
@@ -306,20 +312,18 @@ def _note(asked: argparse.Namespace, command: str, one: Found) -> None:
     after = "" if one.seconds is None else f" after {one.seconds:.1f} s"
     back = "" if one.back is None else f", over after {one.back:.1f} s"
     print(f"{one.name:14} rank {one.rank} of {one.layout}: {word}{after}{back}", flush=True)
-    if asked.into is not None:
-        _append(asked.into, {"command": command, **asdict(one)})
+    append_result(asked.into, {"command": command, **asdict(one)})
 
 
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+def read_found(line: Mapping[str, Any]) -> Found:
+    """Return what a line of a file says."""
+    return Found(**{**{name: line[name] for name in Found.__dataclass_fields__}, "named": tuple(line["named"])})
 
 
 def _read(path: Path | None, command: str) -> dict[str, Found]:
     """Return the results of a command in a file."""
     found = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else ():
-        line = json.loads(text)
-        if line.pop("command", None) == command and "layout" in line:
-            found[line["name"]] = Found(**{**line, "named": tuple(line["named"])})
+        if (line := json.loads(text)).get("command") == command:
+            found[line["name"]] = read_found(line)
     return found

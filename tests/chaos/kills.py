@@ -30,6 +30,7 @@ MOMENTS = (told.INIT, told.LOAD, told.STEP, told.SAVE, told.EVALUATION, RANDOM)
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine; what takes longer is called a hang."""
 ORPHANS_AFTER = 5.0
+DOUBLE_WRITERS, ORPHANS = "two processes write to the folder", "processes are left"
 _COMPARED = ("loss", "learning_rate", "grad_norm", "tokens", "accuracy")
 
 
@@ -313,7 +314,7 @@ class Disturbed:
     def _check_orphans(self, when: str) -> None:
         """Refuse processes that outlive their launcher."""
         if not wait_until(lambda: not find_processes(self.folder), ORPHANS_AFTER, every=0.02):
-            raise FoundError(f"{when}: left after {ORPHANS_AFTER:g} s: {self._describe_left()}")
+            raise FoundError(f"{when}: {ORPHANS} after {ORPHANS_AFTER:g} s: {self._describe_left()}")
 
     def _describe_left(self) -> str:
         return "; ".join(f"{pid} {describe_process(pid)}" for pid in find_processes(self.folder)) or "nobody"
@@ -330,7 +331,7 @@ class Disturbed:
         """Compare what is logged with the undisturbed run; nobody may have written beside another one."""
         doubles = [line for line in read_told(self.folder) if line.phase == told.DOUBLE]
         if doubles:
-            raise FoundError(f"two processes write to the folder: {doubles}")
+            raise FoundError(f"{DOUBLE_WRITERS}: {doubles}")
         for outcome in self.verdict.kills:
             if outcome.lost > EVERY:
                 raise FoundError(f"{outcome.lost} steps are lost, at most {EVERY} expected: {outcome}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tests import forked, warm
 from tests.chaos import told
@@ -139,6 +141,14 @@ class Command:
         for pid in find_processes(self.folder):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def append_result(path: Path | None, line: Mapping[str, Any]) -> None:
+    """Add a result to a file of JSON lines, with where and when it was found."""
+    if path is not None:
+        machine = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load": round(os.getloadavg()[1], 1)}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, "machine": machine}) + "\n")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, every: float = 0.005) -> bool:

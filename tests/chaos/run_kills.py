@@ -11,12 +11,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.kills import LAUNCHER, Case, Disturbed, Outcome, Verdict, draw_case
+from tests.chaos.kills import DOUBLE_WRITERS, LAUNCHER, ORPHANS, Case, Disturbed, Outcome, Verdict, draw_case
+from tests.chaos.processes import append_result
 
 KILLS = 5
 """In one run."""
@@ -65,10 +66,10 @@ def run_side_by_side(jobs: int, into: Path | None) -> None:
 
 def _run_share(asked: argparse.Namespace) -> None:
     part, parts = map(int, asked.share.split("/"))
-    results = read_results(asked.into) if asked.into is not None else []
     numbers = iter(asked.only or itertools.count(part, parts))
     wanted = math.ceil(asked.count / parts)
-    done = dict(results)
+    told = read_all([asked.into]) if asked.into is not None else []
+    done = {case["name"]: verdict for case, verdict in told if case["restarts"] == asked.restarts}
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as place:
         base = Path(place).resolve()
         while wanted > 0 and (number := next(numbers, None)) is not None:
@@ -84,9 +85,7 @@ def _run_case(case: Case, base: Path, asked: argparse.Namespace) -> Verdict:
     print(describe_one(case, verdict), flush=True)
     if verdict.is_failure:
         print(f"    {' '.join(verdict.problems)[:900]}\n    again: {command_of(case, asked.seed)}", flush=True)
-    if asked.into is not None:
-        with asked.into.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"case": asdict(case), "verdict": asdict(verdict)}) + "\n")
+    append_result(asked.into, {"command": "kills", "case": asdict(case), "verdict": asdict(verdict)})
     if verdict.is_failure and asked.details:
         kept = Path(tempfile.mkdtemp(prefix=f"chaos-{case.name}-"))
         shutil.copytree(folder, kept, dirs_exist_ok=True)
@@ -105,15 +104,23 @@ def command_of(case: Case, seed: int) -> str:
 # ------------------------------------------------------------------------------------------------ results
 
 
-def read_results(path: Path) -> list[tuple[str, Verdict]]:
-    """Return the names of the cases of a file, and what came of them; of two results the later one counts."""
+def read_all(paths: Sequence[Path]) -> list[tuple[Mapping[str, Any], Verdict]]:
+    """Return the cases of files, and what came of them; of two results for a case the later one counts."""
     found = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        data = json.loads(text)
-        said = data["verdict"]
-        outcomes = [Outcome(**{**one, "victims": tuple(one["victims"])}) for one in said.pop("kills")]
-        found[str(data["case"]["name"])] = Verdict(**said, kills=outcomes)
-    return list(found.items())
+    for path in paths:
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            data = json.loads(text)
+            if "case" in data:
+                said = data["verdict"]
+                outcomes = [Outcome(**{**one, "victims": tuple(one["victims"])}) for one in said.pop("kills")]
+                case = data["case"]
+                found[(case["name"], case.get("restarts"))] = case, Verdict(**said, kills=outcomes)
+    return list(found.values())
+
+
+def read_results(path: Path) -> list[tuple[str, Verdict]]:
+    """Return the names of the cases of a file, and what came of them."""
+    return [(str(case["name"]), verdict) for case, verdict in read_all([path])]
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
@@ -129,6 +136,10 @@ def describe_one(case: Case, verdict: Verdict) -> str:
     return f"{verdict.seconds:6.1f} s  {case.name:8} {case.layout:9} {word}  {said}; at most {lost} steps lost"
 
 
+def _count(verdicts: Sequence[Verdict], problem: str) -> int:
+    return sum(any(problem in text for text in one.problems) for one in verdicts)
+
+
 def describe(verdicts: Sequence[Verdict]) -> str:
     """Return one line about all cases."""
     kills = [one for verdict in verdicts for one in verdict.kills]
@@ -139,6 +150,8 @@ def describe(verdicts: Sequence[Verdict]) -> str:
     words = [
         f"{len(kills)} kills in {len(verdicts)} runs",
         f"{failed} runs failed",
+        f"{_count(verdicts, ORPHANS)} with orphans",
+        f"{_count(verdicts, DOUBLE_WRITERS)} with two writers",
         f"{sum(one.compared for one in verdicts)} values bit-equal",
         f"at most {max((one.lost for one in kills), default=0)} steps lost",
         f"{sum(named)} of {len(named)} victims named",

@@ -93,4 +93,5 @@ def test_results_are_read_again(tmp_path: Path) -> None:
     (tmp_path / "kills.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [name for name, _ in read_results(tmp_path / "kills.jsonl")] == ["0-0"]
     said = describe(read_verdicts(tmp_path / "kills.jsonl"))
-    assert "1 kills in 1 runs; 1 runs failed" in said and "at most 3 steps lost; 1 of 1 victims named" in said
+    assert "1 kills in 1 runs; 1 runs failed; 0 with orphans" in said
+    assert "at most 3 steps lost; 1 of 1 victims named" in said
