@@ -169,7 +169,7 @@ def build_page(outcomes: list[Outcome], left: list[Case]) -> str:
     ]
     reasons = {
         "experts are not in the search": [case.name for case in left if case.is_mixture],
-        "its search did not end within a CPU-minute (`--slow` runs it)": [case.name for case in left if case.is_slow],
+        "the search took more than a CPU-minute (`--slow` runs it)": [case.name for case in left if case.is_slow],
     }
     for reason, names in reasons.items():
         lines += ["", f"Left out, because {reason}: {', '.join(names)}."] if names else []
