@@ -94,6 +94,8 @@ class Case:
     """Why the plans differ, or that they do not."""
     tokens: int = 8192
     encoders: dict[str, Any] = field(default_factory=dict)
+    is_slow: bool = False
+    """Whether its search takes minutes."""
 
     @property
     def is_mixture(self) -> bool:
@@ -208,7 +210,7 @@ CASES = (
         "Whisper + ViT-22B + 70B", "70B", "32x8xH100", 512, Recipe("Megatron-LM, DistTrain's baseline", tp=8, stages=8),
         "DistTrain gives encoders ranks of their own with sizes of their own, and reports up to 2.2 times the "
         "throughput of Megatron-LM, which puts them into the first stage; its sizes are not published, and the "
-        "recipe's are assumed.", 8192, BOTH,
+        "recipe's are assumed.", 8192, BOTH, is_slow=True,
     ),
     Case(
         "SigLIP + 30B-A3B", "30B-A3B", "2x8xH100", 1024, Recipe(BRIDGE, ep=16),

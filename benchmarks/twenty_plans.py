@@ -167,9 +167,12 @@ def build_page(outcomes: list[Outcome], left: list[Case]) -> str:
         "",
         OUTLOOK.strip(),
     ]
-    if left:
-        names = ", ".join(case.name for case in left)
-        lines += ["", f"Left out here, because experts are not in the search: {names}."]
+    reasons = {
+        "experts are not in the search": [case.name for case in left if case.is_mixture],
+        "the search took more than a CPU-minute (`--slow` runs it)": [case.name for case in left if case.is_slow],
+    }
+    for reason, names in reasons.items():
+        lines += ["", f"Left out, because {reason}: {', '.join(names)}."] if names else []
     return "\n".join(lines) + "\n"
 
 
@@ -177,10 +180,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--output", type=Path, help="a Markdown file")
+    parser.add_argument("--slow", action="store_true", help="also cases whose search takes minutes")
     given = parser.parse_args()
     has_experts = "ep_sizes" in {one.name for one in dataclasses.fields(ModuleCost)}
     cases = [case for case in CASES if given.only in case.name]
-    left = [case for case in cases if case.is_mixture and not has_experts]
+    left = [case for case in cases if (case.is_mixture and not has_experts) or (case.is_slow and not given.slow)]
     outcomes = []
     for case in cases:
         if case not in left:
