@@ -85,6 +85,7 @@ def save_until_killed(url: str, variables: Variables) -> None:
         store.save(step, {"w": torch.full((1_400_000,), float(step))}, {"step": step})
 
 
+@pytest.mark.slow
 def test_kills_leave_whole_checkpoints_and_no_unfinished_uploads(
     server: Variables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
