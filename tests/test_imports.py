@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cornstarch"
 
 # From left to right: a room may import itself and every room to its right (docs/architecture.md).
 ORDER = [
-    "cli", "demo", "api", "trainer", "verify", "planner", "engine", "health", "launch", "explain", "tasks", "data", "metrics",
-    "checkpoint", "cost", "pipeline", "parallel", "report", "kernels", "models", "attention", "config", "trees", "plan",
-    "schedule", "compat", "files", "errors", "lazily",
+    "cli", "demo", "api", "trainer", "verify", "planner", "engine", "health", "launch", "explain", "tasks", "data",
+    "metrics", "checkpoint", "cost", "pipeline", "parallel", "report", "kernels", "models", "attention", "config",
+    "trees", "plan", "schedule", "compat", "files", "errors", "lazily",
 ]  # fmt: skip
 # Files at the top of the package that are only another door to a room.
 DOORS = {"__main__": "cli", "pipeline_template": "pipeline", "booster": "api", "plugin": "api", "train": "api"}

@@ -388,8 +388,10 @@ def sequence_numbers() -> list[int]:
 
 def _count_started(group: Any) -> int:
     # The group itself counts nothing where it has a backend for each kind of device ("cpu:gloo,cuda:nccl").
-    devices = {one.split(":")[0] for one in dist.get_backend_config(group).split(",") if ":" in one}
-    return sum(int(group._get_backend(torch.device(one))._get_sequence_number_for_group()) for one in devices)
+    devices = [one.split(":")[0] for one in dist.get_backend_config(group).split(",") if ":" in one]
+    backends = [group._get_backend(torch.device(one)) for one in devices]
+    found = {id(one): int(one._get_sequence_number_for_group()) for one in backends}  # one may serve several
+    return sum(found.values())
 
 
 def clone_store(store: torch.distributed.Store) -> torch.distributed.Store:

@@ -28,8 +28,9 @@ def sum_bits(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     size = flat.dtype.itemsize
-    if flat.storage_offset() * size % 8 == 0 and flat.nbytes % 8 == 0:
-        return flat.view(torch.int64).sum()  # overflows on purpose; several times as fast as adding smaller ones
+    if flat.nbytes % 8 == 0:
+        aligned = flat if flat.storage_offset() * size % 8 == 0 else flat.clone()
+        return aligned.view(torch.int64).sum()  # overflows on purpose; several times as fast as adding smaller ones
     return flat.view(_WORDS[size]).sum(dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""`HealthCallback`: says where each rank is, and compares what ranks do, read and hold."""
+"""`HealthCallback`: says where each rank is, and compares what ranks do and hold."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ import torch.distributed as dist
 
 from cornstarch.data.loader import StepBatch
 from cornstarch.engine.failure import TrainingError
-from cornstarch.errors import ConfigError
 from cornstarch.health.comparison_group import ComparisonGroup
-from cornstarch.health.heartbeat import RankProcess, StepTimer
+from cornstarch.health.heartbeat import StepTimer
 from cornstarch.health.replica_check import ReplicaCheck
-from cornstarch.health.source_fingerprint import describe_sources
 from cornstarch.health.step_comparison import StepComparison
-from cornstarch.launch.process_group import describe_differences
 from cornstarch.metrics.metrics import Status, StepResult
-from cornstarch.parallel import distributed
 from cornstarch.parallel.activity import here
 from cornstarch.parallel.mesh import Replica
 from cornstarch.trainer.callbacks import Callback
@@ -47,7 +43,6 @@ class HealthCallback(Callback):
         here.step, here.steps = trainer.position.step, 0
         if self._watch is not None and trainer.rank == 0:
             self._watch.log = trainer.logger.log
-        _compare_sources(trainer)
         self._steps: StepComparison | None = None
         self._replicas: ReplicaCheck | None = None
         if not trainer.context.is_unsynchronized:  # else ranks do not wait for one another, and may differ
@@ -132,20 +127,6 @@ class HealthCallback(Callback):
             trainer.logger.log_event(note.step, "slow", note.text, is_shown=False)  # printed when it was noted
         for straggler, host in self._watch.read_stragglers():
             trainer.logger.log_event(straggler.step, "slow", straggler.describe(host))
-
-
-def _compare_sources(trainer: Trainer) -> None:
-    """Refuse files of data that are not the same on all ranks."""
-    data = trainer.config.data
-    paths = [one.path for one in (*data.train, *(data.evaluation or ())) if one.format != "given"]
-    lengths = {"the training data": len(trainer.sources)}
-    lengths |= {name: len(source) for name, source in trainer.evaluation_sources.items()}
-    own = {"config": {"data": describe_sources(paths, lengths)}, "versions": {}}
-    ranks = distributed.all_gather_json(own)
-    if any(one != own for one in ranks):
-        hosts = distributed.all_gather_json(RankProcess.here().host)
-        said = describe_differences(ranks, hosts).partition("\n")[2].rpartition("\n")[0]
-        raise ConfigError(f"Ranks read different data:\n{said}\nCopy the same files to every machine.")
 
 
 def _find_replica(trainer: Trainer) -> list[int]:

@@ -74,9 +74,9 @@ class FaultyTrainer(Callback):
         self._call("pause", trainer)
 
 
-def build_net(count: int) -> tuple[nn.Module, Any, Any, Any]:
+def build_net() -> tuple[nn.Module, Any, Any, Any]:
     layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)]
-    return nn.Sequential(*layers), compute_loss, Rows(count), Rows(16)
+    return nn.Sequential(*layers), compute_loss, Rows(64), Rows(16)
 
 
 def build_language_model() -> tuple[nn.Module, Any, Any, Any]:
@@ -105,7 +105,6 @@ def _run(
     fault: Fault | None,
     at: tuple[str, int],
     steps: int,
-    count: int,
     sections: Mapping[str, Any],
 ) -> None:
     rank = int(environment["RANK"])
@@ -125,7 +124,7 @@ def _run(
         options[name] = {**options.get(name, {}), **section} if isinstance(section, Mapping) else section
     torch.manual_seed(0)
     is_pipeline = "modules" in options.get("parallel", {})
-    model, loss, rows, others = build_net(count) if not is_pipeline else build_language_model()
+    model, loss, rows, others = build_net() if not is_pipeline else build_language_model()
     console = Console(file=sys.stdout, width=200, soft_wrap=True)
     try:
         with start_process_group(current_world()):
@@ -148,7 +147,6 @@ def run_ranks(
     faults: Mapping[int, Fault] | None = None,
     at: tuple[str, int] = ("step", 5),
     steps: int = 20,
-    counts: Mapping[int, int] | None = None,
     beside: Callable[[list[ForkServerProcess]], None] | None = None,
     **sections: Any,
 ) -> list[Ended]:
@@ -160,7 +158,6 @@ def run_ranks(
         faults: By rank, what goes wrong.
         at: When: the name of a callback's method, and the step.
         steps: Of the run.
-        counts: By rank, how many rows it has. Default: 64.
         beside: Called with the processes once they run.
         sections: Of the config.
     """
@@ -168,7 +165,7 @@ def run_ranks(
         processes = []
         for rank in range(ranks):
             own = (faults or {}).get(rank)
-            arguments = (own, at, steps, (counts or {}).get(rank, 64), sections)
+            arguments = (own, at, steps, sections)
             one = forked.process(_run, str(folder), variables(rank, ranks, port), *arguments)
             one.start()
             processes.append(one)

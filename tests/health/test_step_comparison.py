@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from cornstarch.health.comparison_group import ComparisonGroup
-from cornstarch.health.source_fingerprint import describe_sources, fingerprint_path
 from cornstarch.health.step_comparison import StepComparison, describe_differences
 from cornstarch.parallel import distributed
 from cornstarch.parallel.activity import Activity
-from tests.health.faulty_runs import run_ranks
 from tests.parity.pool import pool
 
 
@@ -81,23 +78,3 @@ def test_the_odd_one_of_three_is_named() -> None:
     assert said is not None and said.startswith("Rank 1 has taken part in other collectives than rank 0, up to step 3")
     assert "6 in group 0 of 3 ranks, rank 0 7; number 0 is broadcast [2] on rank 1 and all_reduce [0] on rank 0" in said
     assert describe_differences([rank(7)] * 3) is None
-
-
-# ------------------------------------------------------------------------------------------------ data
-
-
-def test_a_fingerprint_sees_one_changed_letter(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text('[{"a": "cat"}]')
-    before = fingerprint_path(tmp_path / "rows.json"), fingerprint_path(tmp_path)
-    (tmp_path / "rows.json").write_text('[{"a": "cut"}]')
-    assert before != (fingerprint_path(tmp_path / "rows.json"), fingerprint_path(tmp_path))
-    assert before[1] != fingerprint_path(tmp_path) and fingerprint_path(tmp_path / "none") == ""
-    assert describe_sources([str(tmp_path)], {"x": 3})["samples of x"] == "3"
-
-
-def test_another_number_of_rows_on_a_rank_is_refused(tmp_path: Path) -> None:
-    ranks = run_ranks(tmp_path, 2, counts={1: 63})
-    assert [one.code for one in ranks] == [3, 3]
-    assert ranks[0].error == ranks[1].error
-    assert ranks[0].error.startswith("ConfigError: Ranks read different data:")
-    assert '"64" on rank 0; "63" on rank 1' in ranks[0].error
