@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cornstarch.cli import INTERRUPTED, ConfigPath, Overrides, import_quickly, quiet_libraries, read_checked_config
-from cornstarch.cli.launch_run import find_launch
+from cornstarch.cli.launch_run import PlanKeeper, RunLaunch, find_launch
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,14 +30,15 @@ def train(
         bool, typer.Option("--allow-changes", help="Resume from a checkpoint although the config has changed.")
     ] = False,
     nproc: Annotated[
-        str | None, typer.Option(help="Processes to start here; auto: one per GPU. Do not use it under torchrun.")
+        str | None, typer.Option(help="Processes to start here; auto: one per GPU; 2:4: as many as there are.")
     ] = None,
     restarts: Annotated[
         int | None,
         typer.Option(metavar="N", min=0, help="Restart up to N times after a failure. Overrides launch.restarts."),
     ] = None,
     nnodes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Machines; run the same command on each, without torchrun.")
+        str | None,
+        typer.Option(metavar="N", help="Machines, or the least and the most (1:4). Run this command on each of them."),
     ] = None,
     node_rank: Annotated[
         int | None, typer.Option(metavar="K", min=0, help="The number of this machine, from 0.")
@@ -61,7 +61,7 @@ def train(
     Without a config, a small model learns from real images, sounds and text that come with Cornstarch, in about a
     minute on a laptop.
     """
-    from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
+    from cornstarch.config.run_folder import check_trace
     from cornstarch.demo import demo_config
     from cornstarch.launch import current_world
     from cornstarch.plan.layout import Layout, check_executable
@@ -73,29 +73,27 @@ def train(
     launch = find_launch(run, nproc, nnodes, node_rank, master, restarts)
     options = {"allow_changes": allow_changes, "trace": trace, "profile": profile}  # every process gets them
     # Both before an earlier run is moved aside, and before any process starts: a mistake must not cost anything.
-    chosen_plan = None
-    if run.parallel.auto and launch is not None and launch.is_first and launch.range.world > 1:
-        chosen_plan = _choose_plan(run, launch.range.world)
+    planner = None
+    if run.parallel.auto and launch is not None and launch.range.world > 1:
+        planner = PlanKeeper(run, launch.range.is_elastic)
+        if launch.is_first:
+            planner.choose(launch.first_size)
     layout = None
     if not run.parallel.auto:
         check_executable(run.parallel)
         if trace:
             check_trace(run.parallel.is_pipeline)
-        size, local = (launch.range.world, launch.range.local[1]) if launch is not None else _get_world_size()
-        layout = Layout.of(run.parallel, size, local)
+        layout = Layout.of(run.parallel, *_get_world_size(launch))
     is_first = launch.is_first if launch is not None else current_world().rank == 0
     if restart and is_first:
         _set_aside(run)
     if launch is not None:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
         command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
-        if chosen_plan is not None:  # one choice for all processes, kept in the run's folder
-            with RunFolder(run.folder).claim():
-                RunFolder(run.folder).write(PLAN, chosen_plan)
-        if run.parallel.auto and launch.range.world > 1:
-            plan = run.folder / PLAN
+        if planner is not None:
+            plan = planner.path
         command += ["--plan", str(plan)] if plan is not None else []
-        raise typer.Exit(launch.run(command, run))
+        raise typer.Exit(launch.run(command, run, prepare=(lambda *_: []) if planner is None else planner.prepare))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
 
@@ -111,25 +109,14 @@ def _set_aside(run: RunConfig) -> None:
         print(f"{run.folder}: moved the earlier run to {aside}")
 
 
-def _get_world_size() -> tuple[int, int]:
+def _get_world_size(launch: RunLaunch | None) -> tuple[int, int]:
+    """Return the number of processes, and how many of them one machine has."""
     from cornstarch.launch import current_world
 
+    if launch is not None:
+        return launch.first_size.world, launch.first_size.local
     world = current_world()
     return world.size, world.local_size
-
-
-def _choose_plan(run: RunConfig, count: int) -> str:
-    """Return the plan of a run with `parallel: auto`, as YAML, from a process: here torch would keep memory."""
-    from cornstarch.config.config_file import dump_config
-
-    with TemporaryDirectory() as folder:
-        config, plan = Path(folder) / "run.yaml", Path(folder) / "plan.yaml"
-        config.write_text(dump_config(run), encoding="utf-8")
-        command = [sys.executable, "-m", "cornstarch", "plan", str(config), "--nproc", str(count)]
-        ended = subprocess.run([*command, "--output", str(plan), "--quiet"])
-        if ended.returncode:
-            raise typer.Exit(ended.returncode)
-        return plan.read_text(encoding="utf-8")
 
 
 def _train_process(run: RunConfig, options: dict[str, Any], layout: Layout | None) -> bool:

@@ -44,7 +44,7 @@ class NodeServer:
     def __init__(self, job: Job, host: str, port: int, token: str) -> None:
         check_token(host, token)
         self._host, self._token, self._range = host, token, job.range
-        self._director = RunDirector(job.folder, job.range, job.restarts)
+        self._director, self._prepare = RunDirector(job.folder, job.range, job.restarts), job.prepare
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listening = socket.create_server((host, port), family=family, reuse_port=False)
@@ -65,7 +65,6 @@ class NodeServer:
         self._waiting_since = self._changed_at = time.monotonic()
         self._finish: Finish | None = None
         self._is_closed = False
-        self._restart = ""
         self._thread = threading.Thread(target=self._serve, name="node-server", daemon=True)
 
     def start(self) -> None:
@@ -174,6 +173,8 @@ class NodeServer:
 
     def _begin_if_ready(self) -> None:
         if self._attempt:
+            if self._failed_at is None and self._director.wants_other_size(len(self._members)):
+                self._broadcast(save=True)
             return
         now, (least, most), count = time.monotonic(), self._range.nodes, len(self._members)
         has_settled = count >= least and now - self._changed_at > SETTLE_SECONDS
@@ -192,13 +193,21 @@ class NodeServer:
             self.store_socket = bind_store(self._host)
         except OSError:  # an address that is translated on its way here
             self.store_socket = bind_store("")
-        attempt = self._director.begin(size)
+        cause = self._director.cause
+        restart = self._director.describe_restart(size)
+        restart = f"{cause}: {restart}" if restart.startswith("restart") else restart
+        try:
+            arguments = self._prepare(size, self._director.attempt + 1)
+        except ConfigError as error:
+            self._finish = Finish(2, str(error))
+            return
+        attempt = self._director.begin(size, count)
         self._attempt, self._outcomes = sorted(self._members)[: size.nodes], {}
         self._failed_at = self._ending_seconds = None
         port = self.store_socket.getsockname()[1]
         lost = []
         for index, node in enumerate(self._attempt):
-            start = Start(attempt, index, size, self._host, port, self._restart)
+            start = Start(attempt, index, size, self._host, port, restart, arguments)
             try:
                 self._members[node].send(start=start._asdict() | {"size": list(size)})
             except OSError as error:
@@ -236,7 +245,6 @@ class NodeServer:
             ending = None if self._failed_at is None else time.monotonic() - self._failed_at
             self._finish = self._director.judge(list(self._outcomes.values()), ending)
             self._attempt, self._waiting_since = [], time.monotonic()
-            self._restart = self._director.describe_restart()
 
     def _end_attempt(self) -> None:
         if self._failed_at is None:
@@ -299,6 +307,9 @@ class NodeLink:
             self._receive()
             if self._lost:
                 workers.unwatch(line.fileno())
+            if any("save" in message for message in self._inbox):
+                workers.save_and_end()
+                self._inbox = [message for message in self._inbox if "save" not in message]
             if self._lost or self._inbox:  # nothing but the end of the attempt can have come
                 workers.end_soon(GRACE_SECONDS)
 

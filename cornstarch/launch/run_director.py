@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from cornstarch.launch.attempt_record import FailureLine, append_failure, append_line, close_run
 
+SCALE = "scale"
+"""A file in the run's folder: the number of processes on each machine with which an elastic run is to go on."""
 SAME_FAULTS = 3  # a fault that occurs so often in the same step would occur for ever
 _MAX_MESSAGE = 4000  # characters
 _PLACE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -57,6 +59,8 @@ class Outcome:
     """Ranks that could not even be killed."""
     step: int | None = None
     """The step that was running; None if training had not begun."""
+    is_resized: bool = False
+    """Whether the supervisor had its workers save and end, to go on with another number of processes."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Outcome:
@@ -86,6 +90,10 @@ class SizeRange:
     """The least and the most processes on each machine."""
     check: Callable[[Size], str | None] = lambda size: None
     """Returns why the run cannot have a size; None if it can."""
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.nodes[0] < self.nodes[1] or self.local[0] < self.local[1]
 
     @property
     def world(self) -> int:
@@ -133,16 +141,48 @@ class RunDirector:
     """How often the run may start again after a failure."""
     attempt: int = -1
     _restarted: int = 0
+    _told: int = 0
     _faults: list[Fault] = field(default_factory=list)
     _size: Size | None = None
+    _scale: int | None = None
+    _nodes: int = 1
 
     def choose(self, nodes: int) -> Size | None:
-        """Return the size of the next attempt on so many machines; None if none will do."""
-        return self.range.find_largest(nodes)
+        """Return the size of the next attempt on so many machines; None if none will do.
 
-    def begin(self, size: Size) -> int:
-        """Count an attempt of this size, and return its number."""
+        That is the largest, or what the file `scale` in the run's folder asks for. After two failures in succession
+        without a step in between, it is the next smaller one.
+        """
+        found = self.range.find_largest(nodes, self._read_scale())
+        last = self._faults[-2:]
+        is_stuck = len(last) == 2 and (last[1].step or 0) <= (last[0].step or 0)
+        if is_stuck and self._size is not None and found is not None and found.world >= self._size.world:
+            found = self.range.find_largest(nodes, self._size.local - 1) or found
+        return found
+
+    def wants_other_size(self, nodes: int) -> bool:
+        """Return whether the attempt that is running is to go on with another size."""
+        if not self.range.is_elastic or self._size is None:
+            return False
+        asked = self._read_scale()
+        if asked == self._scale and nodes == self._nodes:
+            return False
+        self._scale, self._nodes = asked, nodes
+        return self.range.find_largest(nodes, asked) not in (None, self._size)
+
+    def _read_scale(self) -> int | None:
+        """Return how many processes the file `scale` asks for on each machine; None without a file that can be read."""
+        try:
+            return int((self.folder / SCALE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def begin(self, size: Size, nodes: int = 1) -> int:
+        """Count an attempt of this size, with so many machines there, and return its number."""
         self.attempt += 1
+        self._scale, self._nodes = self._read_scale(), nodes
+        if self._size not in (None, size):
+            append_line(self.folder, {"kind": "resized", "time": time.time(), "ranks": size.world})
         self._size = size
         return self.attempt
 
@@ -151,6 +191,9 @@ class RunDirector:
 
         The first outcome with a fault counts, unless a later one is a crash: that of the others is its consequence.
         """
+        if any(one.is_resized for one in outcomes) and not any(one.is_stopped or one.fault for one in outcomes):
+            status = _read_status(self.folder)
+            return Finish(0) if status == "finished" else None
         stopped = next((one for one in outcomes if one.is_stopped and one.code), None)
         faults = [one.fault for one in outcomes if one.fault is not None]
         if stopped is not None and not faults:
@@ -181,9 +224,20 @@ class RunDirector:
         close_run(self.folder, fault.step, f"{fault.cause}{at}{f'. {reason}' if reason else ''}")
         return Finish(fault.code, reason or "")
 
-    def describe_restart(self) -> str:
-        cause = f"{self._faults[-1].cause}: " if self._faults else ""
-        return f"{cause}restart {self._restarted} of {self.restarts}, from the newest checkpoint"
+    def describe_restart(self, size: Size) -> str:
+        """Say how the run goes on; empty for its first attempt."""
+        if self.attempt < 0:
+            return ""
+        what = f"with {size.world} instead of {self._size.world} processes" if self._size not in (None, size) else ""
+        if self._told == self._restarted:
+            return f"goes on {what}".rstrip()
+        self._told = self._restarted
+        return f"restart {self._restarted} of {self.restarts}, from the newest checkpoint {what}".rstrip()
+
+    @property
+    def cause(self) -> str:
+        """The cause of the last failure."""
+        return self._faults[-1].cause if self._faults else ""
 
     def _find_reason_to_end(self, fault: Fault, unkillable: list[int]) -> str | None:
         """Return why no attempt may follow; "" if that need not be said, None if one may."""
@@ -202,3 +256,7 @@ class RunDirector:
         return None
 
 
+def _read_status(folder: Path) -> str:
+    from cornstarch.config.run_folder import RunFolder
+
+    return str(RunFolder(folder).read_summary().get("status"))

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,9 @@ class Job:
     range: SizeRange
     restarts: int = 0
     """How often the run starts again after a failure."""
+    prepare: Callable[[Size, int], list[str]] = lambda size, attempt: []
+    """Called with the size and the number of an attempt before it starts, on the first machine. Returns further
+    arguments of the command."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
@@ -65,6 +68,8 @@ class Start(NamedTuple):
     """Where rank 0 hosts the store."""
     restart: str = ""
     """What to print before it starts; empty for the first attempt."""
+    arguments: Sequence[str] = ()
+    """Further arguments of the command."""
 
 
 class SupervisorLink(Protocol):
@@ -92,23 +97,28 @@ class LocalLink:
         self.store_socket: socket.socket | None = None
 
     def advance(self, outcome: Outcome | None, ending_seconds: float | None, stops: StopRequests) -> Start | Finish:
-        restart = ""
         if outcome is not None:
             finish = self._director.judge([outcome], ending_seconds)
             if finish is not None:
                 return finish
-            restart = self._director.describe_restart()
         if self.store_socket is not None:
             self.store_socket.close()
         self.store_socket = bind_store(LOOPBACK)
         size = self._director.choose(1)
         if size is None:
             return Finish(2, self._job.range.describe_refusal(1))
+        restart = self._director.describe_restart(size)
+        arguments = self._job.prepare(size, self._director.attempt + 1)
         attempt = self._director.begin(size)
-        return Start(attempt, 0, size, LOOPBACK, self.store_socket.getsockname()[1], restart)
+        return Start(attempt, 0, size, LOOPBACK, self.store_socket.getsockname()[1], restart, arguments)
 
     def attach(self, workers: WorkerGroup) -> None:
-        """There are no others."""
+        def poll() -> None:
+            if self._director.wants_other_size(1):
+                workers.save_and_end()
+
+        if self._job.range.is_elastic:
+            workers.on_poll = poll
 
     def close(self) -> None:
         if self.store_socket is not None:
@@ -166,7 +176,7 @@ def _run_attempt(
         workers = WorkerGroup(logs, records, stops)
         with closing(workers):
             link.attach(workers)
-            workers.start(job.command, environments, fd)
+            workers.start([*job.command, *start.arguments], environments, fd)
             workers.wait()
             ending = None if workers.failed_at is None else time.time() - workers.failed_at
             unkillable = workers.find_unkillable()
@@ -174,7 +184,8 @@ def _run_attempt(
         step = workers.find_step()
         code = report_end(workers, world, console, None if fault is None else fault.step)
     is_stopped = bool(stops.received)
-    return Outcome(code, fault, is_stopped, unkillable, step), ending
+    is_resized = workers.is_resizing and fault is None
+    return Outcome(code, fault, is_stopped, unkillable, step, is_resized), ending
 
 
 def _describe_fault(workers: WorkerGroup, world: int) -> Fault | None:

@@ -146,6 +146,8 @@ class WorkerGroup:
     _deadline: float | None = None
     failed_at: float | None = None
     """When the first failure was noticed."""
+    is_resizing: bool = False
+    """Whether the workers were told to save and end."""
 
     def __post_init__(self) -> None:
         self.watch(self.stops.fileno(), self._forward)
@@ -230,6 +232,12 @@ class WorkerGroup:
             with suppress(ProcessLookupError):
                 os.kill(worker.process.pid, number)
 
+    def save_and_end(self) -> None:
+        """Have the workers save and end, so that the run can go on with another number of them."""
+        if not self.is_resizing and self._deadline is None:
+            self.is_resizing = True
+            self.send(signal.SIGTERM)
+
     def _reap(self, worker: _Worker) -> None:
         now = time.time()
         # WNOWAIT: until the process is waited for, its id cannot become that of another process, which we would kill.
@@ -262,7 +270,7 @@ class WorkerGroup:
 
     def find_failures(self) -> list[WorkerExit]:
         """Return failed workers, the cause first, without those that we, or a signal to us, have ended."""
-        stops = self.stops.received
+        stops = [*self.stops.received, *([signal.SIGTERM] if self.is_resizing else [])]
         failed = [one for one in self.exits.values() if one.code and not one.by_us and not one.is_from(stops)]
         return sorted(failed, key=lambda one: one.order)
 

@@ -1,4 +1,4 @@
-"""Rows whose readers die: a rank that finds a file kills itself in the step that the file names."""
+"""Rows whose readers die, or ask for another number of processes, in the steps that files name."""
 
 from __future__ import annotations
 
@@ -7,36 +7,50 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 class PlainRows:
-    """Rows of a file."""
+    """Rows of a file; reading one takes a while, so that a run lasts longer than its supervisor needs to notice."""
 
-    def __init__(self, path: str) -> None:
-        self._rows = json.loads(Path(path).read_text())
+    def __init__(self, path: str, pause: float = 0.0) -> None:
+        self._rows, self._pause = json.loads(Path(path).read_text()), pause
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(self._pause)
         return self._rows[index]
 
 
-def rows(path: str, folder: str) -> PlainRows:
-    """Return the rows. If there is a file `die_<rank>_<attempt>` in a folder, this process dies by SIGKILL."""
-    order = Path(folder) / f"die_{os.environ.get('RANK')}_{os.environ.get('CORNSTARCH_ATTEMPT')}"
-    if order.exists():
-        arguments = (Path(os.environ["CORNSTARCH_STEP_FILE"]), int(order.read_text()))
-        threading.Thread(target=_die_in_step, args=arguments, daemon=True).start()
-    return PlainRows(path)
+def rows(path: str, folder: str, pause: float = 0.0) -> PlainRows:
+    """Return the rows.
+
+    If there is a file `die_<rank>_<attempt>` in a folder, this process dies by SIGKILL in the step that is its text.
+    A file `scale_<rank>_<attempt>` names a step and the number of processes to ask for.
+    """
+    me = f"{os.environ.get('RANK')}_{os.environ.get('CORNSTARCH_ATTEMPT')}"
+    die, scale = Path(folder) / f"die_{me}", Path(folder) / f"scale_{me}"
+    if die.exists():
+        _do_in_step(int(die.read_text()), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if scale.exists():
+        step, size = scale.read_text().split()
+        _do_in_step(int(step), lambda: (Path(folder) / "run/scale").write_text(size))
+    return PlainRows(path, pause)
 
 
-def _die_in_step(file: Path, step: int) -> None:
-    while not file.exists() or int(file.read_bytes() or 0) < step:
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _do_in_step(step: int, do: Callable[[], object]) -> None:
+    file = Path(os.environ["CORNSTARCH_STEP_FILE"])
+
+    def wait() -> None:
+        while not file.exists() or int(file.read_bytes() or 0) < step:
+            time.sleep(0.001)
+        do()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def wait_at(path: str, gate: str) -> PlainRows:
