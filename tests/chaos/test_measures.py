@@ -33,7 +33,7 @@ def test_only_the_stopped_rank_is_right() -> None:
     assert [one.is_right for one in (right, late, wrong, nobody)] == [True, True, False, False]
     assert [one.is_late for one in (right, late, wrong, nobody)] == [False, True, False, True]
     said = describe([right, late, wrong, nobody])
-    assert "2 named rightly, 2 within 5 s, 2 not within 6 s" in said
+    assert "2 named rightly, 2 within the limit (5 s, or 5 median steps), 2 more than 1 s behind it" in said
     assert read_found(json.loads(json.dumps({"command": "stops", "machine": {}, **vars(right)}))) == right
 
 
