@@ -79,9 +79,9 @@ def describe(found: Sequence[Found]) -> str:
     within = sum(one.seconds is not None and one.seconds <= one.limit for one in found)
     late = sum(one.is_late for one in found)
     return (
-        f"{len(found)} ranks stopped or cut off: {right} named rightly, {within} within the limit (5 s, or 5 "
-        f"median steps), {late} more than {SLACK:g} s behind it (median {statistics.median(times):.1f}, at most {times[-1]:.1f}), "
-        f"{sum(bool(one.problem) for one in found)} with another problem"
+        f"{len(found)} ranks stopped or cut off: {right} named rightly, {within} within the limit (5 s, or 5 median "
+        f"steps), {late} more than {SLACK:g} s behind it (median {statistics.median(times):.1f}, at most "
+        f"{times[-1]:.1f}), {sum(bool(one.problem) for one in found)} with another problem"
     )
 
 
