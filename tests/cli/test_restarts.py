@@ -12,7 +12,7 @@ import pytest
 from cornstarch.launch.stop_guard import IN_SETUP, WITHOUT_SAVING
 from tests import warm
 from tests.cli.small_runs import record, summary, write_config
-from tests.cli.started import Started, start, together
+from tests.cli.started import Started, free_port, start, together
 from tests.cli.test_train import send
 from tests.trainer.tiny import losses, tiny_config
 
@@ -90,6 +90,22 @@ def test_a_run_whose_first_rank_is_killed_has_failed(tmp_path: Path) -> None:
     assert told["status"] == "failed" and told["cause"].startswith("rank 0 of 2 was killed by SIGKILL in step ")
     assert record(tmp_path / "run", "event")[-1]["event"] == "failed"
     assert "failed</span>" in (tmp_path / "run/report.html").read_text()
+
+
+def test_two_machines_restart_together(tmp_path: Path, whole: dict[str, dict[int, float]]) -> None:
+    """Two supervisors on one machine: the rank of the second dies."""
+    write_dying_run(tmp_path)
+    order_death(tmp_path, (1, 0))
+    with free_port() as port:
+        nodes = ("--nnodes", "2", "--master", f"127.0.0.1:{port}", "--restarts", "2")
+        runs = [
+            start(*TRAIN, *nodes, "--node-rank", node, folder=tmp_path, python=warm.interpreter()) for node in "01"
+        ]
+        ended = [run.ended() for run in runs]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "rank 1 of 2 was killed by SIGKILL: restart 1 of 2" in ended[0][1]
+    assert losses(tmp_path / "run") == whole["2"]
+    assert [line["kind"] for line in restarts(tmp_path / "run")] == ["failure", "restart"]
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:

@@ -26,12 +26,14 @@ _SUPERVISOR = """
 import os, sys
 from pathlib import Path
 from cornstarch.launch import local_launcher, nodes
-from cornstarch.launch.run_director import Size, SizeRange
+from cornstarch.launch.run_director import SizeRange
 from cornstarch.launch.supervisor import Job, supervise
 
 local_launcher.core_count = lambda: 64
 nodes.JOIN_SECONDS = {join}
-job = Job((sys.executable, {script!r}), Path({run!r}), SizeRange.of(Size(2, {nproc})), 3)
+nodes.SETTLE_SECONDS = 0.2
+size = SizeRange(({least}, 2), (1, 1))
+job = Job((sys.executable, {script!r}), Path({run!r}), size, 3)
 sys.exit(supervise(job, nodes.connect_nodes(job, {node}, "127.0.0.1", {port}, {token!r})))
 """
 
@@ -45,11 +47,11 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def start(folder: Path, script: str, node: int, port: int, token: str = "", join: float = 100.0) -> Launched:
+def start(folder: Path, script: str, node: int, port: int, join: float = 100.0, least: int = 2) -> Launched:
     """Start the supervisor of one of two machines, with one process."""
     (folder / "worker.py").write_text(PRELUDE + STEPS + textwrap.dedent(script))
     paths = {"script": str(folder / "worker.py"), "run": str(folder / "run")}
-    code = _SUPERVISOR.format(**paths, node=node, port=port, token=token, join=join, nproc=1)
+    code = _SUPERVISOR.format(**paths, node=node, port=port, token="", join=join, least=least)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -91,6 +93,28 @@ def test_a_machine_that_is_lost_and_comes_back(tmp_path: Path, port: int) -> Non
     assert again.wait()[0] == 0
     code, _, error = first.wait()
     assert code == 0 and "machine 1 is gone (the connection was closed): restart 1 of 3" in error
+
+
+def test_machines_leave_and_join_an_elastic_run(tmp_path: Path, port: int) -> None:
+    script = """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # it saves, and ends
+        publish(f"size_{attempt}", str(size))
+        until(lambda: size == 2 and attempt > 1)
+    """
+    first = start(tmp_path, script, 0, port, least=1)
+    second = start(tmp_path, script, 1, port, least=1)
+    first.until(lambda: any(ready(tmp_path, attempt, 0, 1) for attempt in (0, 1)))  # the second may arrive later
+    began = 0 if ready(tmp_path, 0, 1) else 1
+    second.process.kill()
+    second.wait()
+    first.until(lambda: ready(tmp_path, began + 1, 0))
+    assert (tmp_path / f"size_{began + 1}").read_text() == "1"
+    again = start(tmp_path, script, 1, port, least=1)
+    assert again.wait()[0] == 0
+    code, _, error = first.wait()
+    assert code == 0, error
+    assert "from the newest checkpoint with 1 instead of 2 processes" in error
+    assert "goes on with 2 instead of 1 processes" in error
 
 
 def test_the_first_machine_cannot_be_lost(tmp_path: Path, port: int) -> None:
