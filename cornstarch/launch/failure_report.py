@@ -31,6 +31,9 @@ _CHUNK = 64 * 1024
 _STDERR = 2
 
 _TAIL_BYTES = 128 * 1024
+# Messages of failures that may not occur again, although the command ends as it does after a user's mistake: ranks
+# that did not find each other, and ranks that hang, are out of step or hold other weights.
+_NO_MISTAKE = re.compile(r"RendezvousError: |TrainingError: Ranks? \d")
 _MAX_LINES = 30
 _LINES_WITHOUT_ERROR = 8
 
@@ -128,6 +131,11 @@ class DelayedStderr:
 class LoggedError:
     text: str  # the error, or the last lines if the log has none
     is_message: bool = False  # whether the error is a message for the user, without a traceback
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the message is about the processes and not about what the user wants: a restart may help."""
+        return self.is_message and _NO_MISTAKE.match(self.text) is not None
 
 
 def read_logged_error(log: Path, start: int = 0) -> LoggedError:

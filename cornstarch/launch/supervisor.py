@@ -36,9 +36,6 @@ from cornstarch.launch.worker_group import REFUSED, StopRequests, WorkerGroup
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Errors that are no mistake of the user although the command refuses to go on, by the name that is printed.
-_RETRIED = ("RendezvousError",)
-
 
 @dataclass(frozen=True)
 class Job:
@@ -195,9 +192,11 @@ def _describe_fault(workers: WorkerGroup, world: int) -> Fault | None:
     error = workers.read_error(first.rank)
     step = workers.find_step(first.rank)
     is_crash = not first.order[0]
-    name = error.text.partition(":")[0]
-    is_refusal = first.code == REFUSED and name not in _RETRIED
+    is_refusal = first.code == REFUSED and not error.is_fault
+    cause = f"rank {first.rank} of {world} {first.how}"
+    if error.is_fault:  # the rank that says so is not the culprit
+        cause = error.text.splitlines()[0].partition(": ")[2].rstrip(".")
     return Fault(
-        first.rank, first.exit_code, f"rank {first.rank} of {world} {first.how}", error.text,
+        first.rank, first.exit_code, cause, error.text,
         step if step is not None or is_refusal else workers.find_step(), is_refusal, is_crash,
     )  # fmt: skip

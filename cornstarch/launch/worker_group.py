@@ -257,7 +257,8 @@ class WorkerGroup:
         os.close(worker.exit_fd)
         if self.failed_at is None and (failures := self.find_failures()):
             self.failed_at = now
-            self.end_soon(REFUSAL_SECONDS if failures[0].code == REFUSED else GRACE_SECONDS)
+            is_fault = read_logged_error(worker.log, worker.log_start).is_fault
+            self.end_soon(REFUSAL_SECONDS if failures[0].code == REFUSED and not is_fault else GRACE_SECONDS)
             if self.on_failure is not None:
                 self.on_failure()
 

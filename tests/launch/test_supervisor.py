@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cornstarch.launch.attempt_record import FailureLine, append_failure, append_line
+from cornstarch.launch.failure_report import find_error
 from cornstarch.launch.local_launcher import open_records
 from cornstarch.launch.run_director import Fault, Finish, Outcome, RunDirector, Size, SizeRange
 from cornstarch.report.restarts import build_restarts_view, read_restarts
@@ -136,14 +137,32 @@ def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert not ready(tmp_path, 1, 0) and not (tmp_path / "run/restarts.jsonl").exists()
 
 
-def test_ranks_that_did_not_meet_are_tried_again(tmp_path: Path) -> None:
+MESSAGES = {
+    "RendezvousError: Rank 1 of 2 could not reach rank 0.": True,
+    "TrainingError: Rank 1 (host, process 7) does not go on; last heard of in step 3.": True,
+    "TrainingError: Ranks 0 and 1 should hold the same weights after step 3 and do not.": True,
+    "TrainingError: The loss is nan in step 3 on rank 1.": False,
+    "TrainingError: Memory ran out in the forward pass.": False,
+}
+
+
+@pytest.mark.parametrize(("message", "is_tried"), MESSAGES.items())
+def test_which_messages_are_faults_of_processes(message: str, is_tried: bool) -> None:
+    assert find_error(f"noise\n{message}\n  more\n").is_fault == is_tried
+
+
+def test_a_rank_that_is_named_by_another_is_the_cause(tmp_path: Path) -> None:
     script = """
-        if attempt == 0:
-            print("RendezvousError: Rank 1 of 2 could not reach rank 0.", file=sys.stderr)
+        steps.write(3)
+        if attempt == 0 and rank == 0:
+            print("TrainingError: Rank 1 (host, process 7) does not go on.\\n  It is in data.", file=sys.stderr)
             sys.exit(2)
+        if attempt == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
     """
     code, _, error = start(tmp_path, script, 2, 1).wait()
     assert code == 0 and "restart 1 of 1" in error
+    assert [line["cause"] for line in lines(tmp_path)] == ["Rank 1 (host, process 7) does not go on"]
 
 
 def test_a_signal_ends_the_run_without_a_restart(tmp_path: Path) -> None:
