@@ -261,13 +261,9 @@ def load_part_config(where: str, part: PartConfig) -> PreTrainedConfig:
         kind = sizes.pop("model_type", None)
         if kind is None:
             raise ConfigError(f"{where}.config has no `model_type`; give the name that transformers has for it.")
-        try:
-            check_layer_count(f"{where}.config", sizes)
+        check_layer_count(f"{where}.config", sizes)
+        with as_config_errors(f"{where}.config: "):
             return AutoConfig.for_model(kind, **sizes)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{where}.config: {error}") from error
     assert part.path is not None  # PartConfig
     if part.path.startswith((".", "/")) and not Path(part.path).is_dir():
         raise ConfigError(f"{where}.path = {part.path}\n  There is no such folder.")

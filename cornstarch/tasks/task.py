@@ -257,10 +257,8 @@ def load_item_processor(where: str, part: EncoderConfig | WholeModelConfig) -> A
     if part.processor_config is not None:
         settings = dict(part.processor_config)
         kind = _get_processor_class(where, str(settings.pop("class_name", None)))
-        try:
+        with as_config_errors(f"{where}.processor_config: "):
             return kind(**settings)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}.processor_config: {error}") from error
     source = part.processor or part.path
     if source is None:
         raise ConfigError(f"{where} has no `path`: give `processor: <folder>` or a `processor_config`.")

@@ -143,7 +143,7 @@ def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     microbatches = max(2, *(one["stages"] for one in data["parallel"]["modules"].values()), 0)
     rows = replicas * microbatches * 2
     data["loop"].update(steps=STEPS, epochs=None, batch_size=rows, gradient_accumulation_steps=microbatches)
-    data["loop"].update(ema_decay=None, evaluate_every=None, early_stopping=None)
+    data["loop"].update(ema_decay=None, evaluate_every=None, early_stopping=None, on_bad_loss="stop")
     data["optimizer"].update(_OPTIMIZER)
     data["schedule"] = {"name": "constant", "warmup": 0}
     precision = "fp16" if data["precision"] == "fp16" else "fp32"  # it is computed in fp32, but fp16 scales its loss

@@ -84,3 +84,9 @@ def test_a_trial_leaves_out_what_differs_from_one_process_on_purpose(tmp_path: P
     twin = build_twin_run(tiny_config(tmp_path, *overrides), tmp_path / "twin", replicas=1)
     assert (twin.parallel.data.kind, twin.parallel.data.compression.kind) == ("ddp", "none")
     assert all(module.tp == 2 for module in twin.parallel.modules.values())
+
+
+def test_a_trial_goes_back_to_no_checkpoint(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "loop.on_bad_loss=rewind", "checkpoint.every=2")
+    twin = build_twin_run(config, tmp_path / "twin", replicas=1)
+    assert twin.loop.on_bad_loss == "stop" and twin.checkpoint.every is None
