@@ -31,7 +31,7 @@ def test_a_machine_is_calibrated_for_a_run(run: Path, tmp_path: Path, command: C
     code, out, err = command("plan", run, "--calibrate", folder, "--quick", "--nproc", 2, "--output", plan)
     assert code == 0, err
     assert "layer costs measured" in out and str(folder / "cluster.yaml") in out.replace("\n", "")
-    assert re.search(r"best │ [\d.]+ m?s ± \d+ %", out.replace("\u00a0", " "))
+    assert re.search(r"best │ +[\d.]+ m?s ± \d+ %", out.replace("\u00a0", " "))
     assert sorted(one.name for one in folder.iterdir()) == ["cluster.yaml", "costs.yaml"]
 
     cluster, costs = Cluster.parse(str(folder / "cluster.yaml")), read_costs(folder / "costs.yaml")
