@@ -22,7 +22,7 @@ from torch import nn
 
 from cornstarch.health.comparison_group import ComparisonGroup
 from cornstarch.health.replica_check import compute_checksums
-from cornstarch.health.step_comparison import StepComparison
+from cornstarch.health.step_comparison import RankComparison
 from cornstarch.health.watch import HealthWatch
 from cornstarch.parallel.activity import Activity, here
 
@@ -69,7 +69,7 @@ def measure_ranks(rank: int, port: int, results: mp.SimpleQueue) -> None:
     watch.stop()
     assert dist.group.WORLD is not None
     group = ComparisonGroup()
-    comparison = StepComparison(group, here, [rank], {str(dist.group.WORLD.group_name)})
+    comparison = RankComparison(group, here, [rank], {str(dist.group.WORLD.group_name)})
     latencies = []
     for step in range(300):
         comparison.begin_step(step, 0, step, ["rows.json:1"], 0)

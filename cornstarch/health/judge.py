@@ -165,7 +165,7 @@ class Judge:
             if beat.idle >= self.patience:
                 return self._end_standing(beat)
             if is_usual or beat.state == "data":
-                text = f"{self._name(rank)} {_STATES[beat.state]} for {beat.idle:.0f} s, {describe_place(beat)}."
+                text = f"{self._name(rank)} {_STATES[beat.state]} for {beat.idle:.0f} s, {find_place(beat)}."
                 self._note(beat, beat.state, f"{text}{_describe_stack(beat)}")
         if behind or len(standing) < len(watched) or not standing:
             return None
@@ -176,8 +176,8 @@ class Judge:
 
     def _end_standing(self, beat: Heartbeat) -> HangVerdict:
         text = (
-            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {describe_place(beat)}: it {_STATES[beat.state]}, "
-            f"and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
+            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {find_place(beat)}: it "
+            f"{_STATES[beat.state]}, and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
             "`health`. launch.hang_timeout sets how long the others wait."
         )
         return HangVerdict((beat.rank,), text)
@@ -192,8 +192,8 @@ class Judge:
             if len(numbers) > 1 and all(beat.sequences for beat in standing.values()):
                 return self._end_crossed(standing, hint)
             text = (
-                f"All ranks have waited for one another for {beat.idle:.0f} s, {describe_place(beat)}: rank {beat.rank} "
-                f"{_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
+                f"All ranks have waited for one another for {beat.idle:.0f} s, {find_place(beat)}: rank "
+                f"{beat.rank} {_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
                 f"part with different shapes. They run on {self._list_hosts()}.{hint}"
             )
             return HangVerdict(tuple(sorted(standing)), text)
@@ -203,8 +203,8 @@ class Judge:
         rest = [rank for rank in sorted(behind) if rank != first.rank]
         others = f" So have {_list_ranks(rest)}." if rest else ""
         text = (
-            f"{self._name(first.rank)} has left out a collective, or waits in another one, {describe_place(first)}: it has "
-            f"begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
+            f"{self._name(first.rank)} has left out a collective, or waits in another one, {find_place(first)}: it "
+            f"has begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
             f"while rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
         )
         return HangVerdict(tuple(sorted(behind)), text)
@@ -214,8 +214,8 @@ class Judge:
         one = standing[min(standing)]
         other = next(beat for beat in standing.values() if beat.sequences != one.sequences)
         text = (
-            f"Ranks {one.rank} and {other.rank} have waited in different collectives for {one.idle:.0f} s, {describe_place(one)}: "
-            f"one of them left one out, or began one that the other did not. {self._name(one.rank)} "
+            f"Ranks {one.rank} and {other.rank} have waited in different collectives for {one.idle:.0f} s, "
+            f"{find_place(one)}: one of them left one out, or began one that the other did not. {self._name(one.rank)} "
             f"{_describe_wait(one)}.{_describe_stack(one)}\n  {self._name(other.rank)} {_describe_wait(other)}."
             f"{_describe_stack(other)}{hint}"
         )
@@ -258,7 +258,7 @@ def find_behind(standing: Mapping[int, Heartbeat]) -> dict[int, tuple[int, int]]
     return {rank: pair for rank, pair in behind.items() if rank not in ahead}
 
 
-def describe_place(beat: Heartbeat) -> str:
+def find_place(beat: Heartbeat) -> str:
     """Return where a rank is in the run, in words."""
     if beat.phase == "setup":
         return "while the run is set up"
@@ -281,9 +281,9 @@ def _describe_last(beat: Heartbeat, watched: Mapping[int, Heartbeat], silent: Co
     """Return where a silent rank was, and where another rank waits for it."""
     waiting = [one for rank, one in watched.items() if rank not in silent]
     if not waiting:
-        return f"last heard of {describe_place(beat)}"
+        return f"last heard of {find_place(beat)}"
     furthest = max(waiting, key=lambda one: one.idle)
-    return f"last heard of {describe_place(beat)}; rank {furthest.rank} waits for it {describe_place(furthest)}"
+    return f"last heard of {find_place(beat)}; rank {furthest.rank} waits for it {find_place(furthest)}"
 
 
 def _describe_wait(beat: Heartbeat) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from cornstarch.compat import clone_store, default_store
 from cornstarch.health.heartbeat import TICK, Heartbeat, Pulse, RankProcess
-from cornstarch.health.judge import EARLY, Judge, Note, HangVerdict, find_limit
+from cornstarch.health.judge import EARLY, HangVerdict, Judge, Note, find_limit
 from cornstarch.health.machine import read_process
 from cornstarch.health.stragglers import Straggler, StragglerWatch
 from cornstarch.parallel import distributed

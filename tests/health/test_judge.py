@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornstarch.health.heartbeat import Heartbeat, RankProcess, find_state
-from cornstarch.health.judge import Judge, HangVerdict, find_limit
+from cornstarch.health.judge import HangVerdict, Judge, find_limit
 from cornstarch.parallel.activity import Activity
 
 PROCESSES = {rank: RankProcess("node", 100 + rank, "m") for rank in range(4)}
