@@ -176,8 +176,8 @@ class Judge:
 
     def _end_standing(self, beat: Heartbeat) -> HangVerdict:
         text = (
-            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {find_place(beat)}: it "
-            f"{_STATES[beat.state]}, and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
+            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {find_place(beat)}: it {_STATES[beat.state]}"
+            f", and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
             "`health`. launch.hang_timeout sets how long the others wait."
         )
         return HangVerdict((beat.rank,), text)
@@ -192,8 +192,8 @@ class Judge:
             if len(numbers) > 1 and all(beat.sequences for beat in standing.values()):
                 return self._end_crossed(standing, hint)
             text = (
-                f"All ranks have waited for one another for {beat.idle:.0f} s, {find_place(beat)}: rank "
-                f"{beat.rank} {_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
+                f"All ranks have waited for one another for {beat.idle:.0f} s, {find_place(beat)}: rank {beat.rank} "
+                f"{_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
                 f"part with different shapes. They run on {self._list_hosts()}.{hint}"
             )
             return HangVerdict(tuple(sorted(standing)), text)
