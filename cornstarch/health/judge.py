@@ -39,7 +39,7 @@ def find_limit(step: float) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Which ranks do not go on, and the message with which the run ends."""
 
     ranks: tuple[int, ...]
@@ -86,7 +86,7 @@ class Judge:
             return _PATIENCE_FACTOR * self._limit
         return max(_PATIENCE, _PATIENCE_FACTOR * self.limit)
 
-    def judge(self, beats: Iterable[Heartbeat], now: float, interval: float) -> Verdict | None:
+    def judge(self, beats: Iterable[Heartbeat], now: float, interval: float) -> HangVerdict | None:
         """Take the newest heartbeats, as every `interval` seconds; return a verdict if there is one."""
         late = now - self._last - 2 * interval if self._last else 0.0
         if late > 0:  # this process was stopped itself: what it has not heard meanwhile counts against nobody
@@ -101,7 +101,7 @@ class Judge:
 
     # ------------------------------------------------------------------ ranks without a heartbeat
 
-    def _find_silent(self, watched: Mapping[int, Heartbeat], now: float) -> Verdict | None:
+    def _find_silent(self, watched: Mapping[int, Heartbeat], now: float) -> HangVerdict | None:
         found: dict[int, tuple[float, str]] = {}
         for rank, beat in watched.items():
             silence = now - self._heard[rank]
@@ -140,7 +140,7 @@ class Judge:
                 "  Its machine, or the network to it, is down, or the process is frozen. launch.hang_timeout sets how "
                 "long the others wait."
             )
-        return Verdict(tuple(sorted(found)), text)
+        return HangVerdict(tuple(sorted(found)), text)
 
     def _ask_neighbours(self, rank: int, watched: Mapping[int, Heartbeat], now: float) -> str:
         """Return the state of a rank's process as another rank of its machine sees it; "" if none does."""
@@ -152,7 +152,7 @@ class Judge:
 
     # ------------------------------------------------------------------ ranks that answer and do not move
 
-    def _find_standing(self, watched: Mapping[int, Heartbeat], now: float) -> Verdict | None:
+    def _find_standing(self, watched: Mapping[int, Heartbeat], now: float) -> HangVerdict | None:
         early = EARLY * self.limit
         if any(now - self._heard[rank] > early / 2 for rank in watched):
             return None  # a rank is silent: if it stays so, it is the cause
@@ -165,7 +165,7 @@ class Judge:
             if beat.idle >= self.patience:
                 return self._end_standing(beat)
             if is_usual or beat.state == "data":
-                text = f"{self._name(rank)} {_STATES[beat.state]} for {beat.idle:.0f} s, {place(beat)}."
+                text = f"{self._name(rank)} {_STATES[beat.state]} for {beat.idle:.0f} s, {find_place(beat)}."
                 self._note(beat, beat.state, f"{text}{_describe_stack(beat)}")
         if behind or len(standing) < len(watched) or not standing:
             return None
@@ -174,15 +174,15 @@ class Judge:
             return None
         return self._end_deadlock(standing)
 
-    def _end_standing(self, beat: Heartbeat) -> Verdict:
+    def _end_standing(self, beat: Heartbeat) -> HangVerdict:
         text = (
-            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {place(beat)}: it {_STATES[beat.state]}, "
-            f"and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
+            f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {find_place(beat)}: it {_STATES[beat.state]}"
+            f", and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
             "`health`. launch.hang_timeout sets how long the others wait."
         )
-        return Verdict((beat.rank,), text)
+        return HangVerdict((beat.rank,), text)
 
-    def _end_deadlock(self, standing: Mapping[int, Heartbeat]) -> Verdict:
+    def _end_deadlock(self, standing: Mapping[int, Heartbeat]) -> HangVerdict:
         """Return the verdict on ranks that all wait."""
         behind = find_behind(standing)
         hint = "\n  The last collectives and the stacks of all ranks are in the run's folder, `health`."
@@ -192,34 +192,34 @@ class Judge:
             if len(numbers) > 1 and all(beat.sequences for beat in standing.values()):
                 return self._end_crossed(standing, hint)
             text = (
-                f"All ranks have waited for one another for {beat.idle:.0f} s, {place(beat)}: rank {beat.rank} "
+                f"All ranks have waited for one another for {beat.idle:.0f} s, {find_place(beat)}: rank {beat.rank} "
                 f"{_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
                 f"part with different shapes. They run on {self._list_hosts()}.{hint}"
             )
-            return Verdict(tuple(sorted(standing)), text)
+            return HangVerdict(tuple(sorted(standing)), text)
         first = standing[min(behind)]
         own, most = behind[first.rank]
         ahead = next(beat for rank, beat in standing.items() if rank not in behind)
         rest = [rank for rank in sorted(behind) if rank != first.rank]
         others = f" So have {_list_ranks(rest)}." if rest else ""
         text = (
-            f"{self._name(first.rank)} has left out a collective, or waits in another one, {place(first)}: it has "
-            f"begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
+            f"{self._name(first.rank)} has left out a collective, or waits in another one, {find_place(first)}: it "
+            f"has begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
             f"while rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
         )
-        return Verdict(tuple(sorted(behind)), text)
+        return HangVerdict(tuple(sorted(behind)), text)
 
-    def _end_crossed(self, standing: Mapping[int, Heartbeat], hint: str) -> Verdict:
+    def _end_crossed(self, standing: Mapping[int, Heartbeat], hint: str) -> HangVerdict:
         """Return the verdict on ranks of which each has begun a collective that another one has not."""
         one = standing[min(standing)]
         other = next(beat for beat in standing.values() if beat.sequences != one.sequences)
         text = (
-            f"Ranks {one.rank} and {other.rank} have waited in different collectives for {one.idle:.0f} s, {place(one)}: "
-            f"one of them left one out, or began one that the other did not. {self._name(one.rank)} "
+            f"Ranks {one.rank} and {other.rank} have waited in different collectives for {one.idle:.0f} s, "
+            f"{find_place(one)}: one of them left one out, or began one that the other did not. {self._name(one.rank)} "
             f"{_describe_wait(one)}.{_describe_stack(one)}\n  {self._name(other.rank)} {_describe_wait(other)}."
             f"{_describe_stack(other)}{hint}"
         )
-        return Verdict((one.rank, other.rank), text)
+        return HangVerdict((one.rank, other.rank), text)
 
     # ------------------------------------------------------------------ words
 
@@ -258,7 +258,7 @@ def find_behind(standing: Mapping[int, Heartbeat]) -> dict[int, tuple[int, int]]
     return {rank: pair for rank, pair in behind.items() if rank not in ahead}
 
 
-def place(beat: Heartbeat) -> str:
+def find_place(beat: Heartbeat) -> str:
     """Return where a rank is in the run, in words."""
     if beat.phase == "setup":
         return "while the run is set up"
@@ -281,9 +281,9 @@ def _describe_last(beat: Heartbeat, watched: Mapping[int, Heartbeat], silent: Co
     """Return where a silent rank was, and where another rank waits for it."""
     waiting = [one for rank, one in watched.items() if rank not in silent]
     if not waiting:
-        return f"last heard of {place(beat)}"
+        return f"last heard of {find_place(beat)}"
     furthest = max(waiting, key=lambda one: one.idle)
-    return f"last heard of {place(beat)}; rank {furthest.rank} waits for it {place(furthest)}"
+    return f"last heard of {find_place(beat)}; rank {furthest.rank} waits for it {find_place(furthest)}"
 
 
 def _describe_wait(beat: Heartbeat) -> str:

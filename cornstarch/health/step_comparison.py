@@ -25,7 +25,7 @@ _EXACT = 53  # bits of a whole number in float64
 _SAME_SHAPES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "_allgather_base", "_reduce_scatter_base")
 
 
-class StepComparison:
+class RankComparison:
     """Compares what ranks did. All ranks must call `check` at the same points.
 
     Args:

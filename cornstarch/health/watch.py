@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from cornstarch.compat import clone_store, default_store
 from cornstarch.health.heartbeat import TICK, Heartbeat, Pulse, RankProcess
-from cornstarch.health.judge import EARLY, Judge, Note, Verdict, find_limit
+from cornstarch.health.judge import EARLY, HangVerdict, Judge, Note, find_limit
 from cornstarch.health.machine import read_process
 from cornstarch.health.stragglers import Straggler, StragglerWatch
 from cornstarch.parallel import distributed
@@ -201,7 +201,7 @@ class HealthWatch:
             self._judge = Judge(self._processes, self._limit)
         beats = [Heartbeat.from_json(one) for one in store.multi_get([f"beat/{rank}" for rank in ranks])]
         now = time.monotonic()
-        verdict: Verdict | None = self._judge.judge(beats, now, self.interval)
+        verdict: HangVerdict | None = self._judge.judge(beats, now, self.interval)
         if self._rank == 0:
             self._keep_notes(beats, now)
         self._judge.notes.clear()

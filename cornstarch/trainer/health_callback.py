@@ -16,7 +16,7 @@ from cornstarch.engine.failure import TrainingError
 from cornstarch.health.comparison_group import ComparisonGroup
 from cornstarch.health.heartbeat import StepTimer
 from cornstarch.health.replica_check import ReplicaCheck
-from cornstarch.health.step_comparison import StepComparison
+from cornstarch.health.step_comparison import RankComparison
 from cornstarch.metrics.metrics import Status, StepResult
 from cornstarch.parallel.activity import here
 from cornstarch.parallel.mesh import Replica
@@ -43,12 +43,12 @@ class HealthCallback(Callback):
         here.step, here.steps = trainer.position.step, 0
         if self._watch is not None and trainer.rank == 0:
             self._watch.log = trainer.logger.log
-        self._steps: StepComparison | None = None
+        self._steps: RankComparison | None = None
         self._replicas: ReplicaCheck | None = None
         if not trainer.context.is_unsynchronized:  # else ranks do not wait for one another, and may differ
             group = ComparisonGroup()
             trainer.failure.extra_groups.append(group.group)
-            self._steps = StepComparison(group, here, _find_replica(trainer), _find_symmetric_groups(trainer))
+            self._steps = RankComparison(group, here, _find_replica(trainer), _find_symmetric_groups(trainer))
             trainer.train_step.before_update = self._compare_step
             if trainer.config.loop.check_replicas != "off" and trainer.config.parallel.data.kind != "fsdp1":
                 self._replicas = ReplicaCheck(group, _list_modules(trainer), _describe_place(trainer))

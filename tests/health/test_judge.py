@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornstarch.health.heartbeat import Heartbeat, RankProcess, find_state
-from cornstarch.health.judge import Judge, Verdict, find_limit
+from cornstarch.health.judge import HangVerdict, Judge, find_limit
 from cornstarch.parallel.activity import Activity
 
 PROCESSES = {rank: RankProcess("node", 100 + rank, "m") for rank in range(4)}
@@ -21,7 +21,7 @@ class Run:
         self.judge = Judge({rank: PROCESSES[rank] for rank in range(ranks)}, limit)
         self.ranks, self.now, self.number = ranks, 0.0, 0
 
-    def beat(self, seconds: float = 0.0, silent: tuple[int, ...] = (), **by_rank: dict[str, Any]) -> Verdict | None:
+    def beat(self, seconds: float = 0.0, silent: tuple[int, ...] = (), **by_rank: dict[str, Any]) -> HangVerdict | None:
         """Let time pass; every rank that is not silent posts. `rank_1={...}` says what rank 1 posts."""
         steps = max(1, round(seconds / INTERVAL))
         verdict = None

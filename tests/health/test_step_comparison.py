@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cornstarch.health.comparison_group import ComparisonGroup
-from cornstarch.health.step_comparison import StepComparison, describe_differences
+from cornstarch.health.step_comparison import RankComparison, describe_differences
 from cornstarch.parallel import distributed
 from cornstarch.parallel.activity import Activity
 from tests.parity.pool import pool
@@ -21,7 +21,7 @@ def compare(fault: str, replica_size: int) -> list[str | None]:
     first = rank // replica_size * replica_size
     group = dist.new_group(list(range(dist.get_world_size())))
     activity = Activity()
-    comparison = StepComparison(
+    comparison = RankComparison(
         ComparisonGroup(), activity, list(range(first, first + replica_size)), {group.group_name}
     )
     for step in range(1, 4):
