@@ -292,11 +292,12 @@ def describe_soak(outcome: Outcome) -> dict[str, Any]:
         found[name] = (first, last)
         is_flat &= last <= first * 1.03 + slack
     said = ", ".join(f"{name.replace('_', ' ')} {first:g} → {last:g}" for name, (first, last) in found.items())
+    word = ("flat" if is_flat else "GROWS") if outcome.steps > 0 else "NO PROGRESS"
     line = (
-        f"{'flat' if is_flat else 'GROWS'} over {outcome.seconds:.0f} s with {outcome.faults} faults and "
+        f"{word} over {outcome.seconds:.0f} s with {outcome.faults} faults and "
         f"{outcome.steps:,} steps: {said}"
     )
-    return {"flat": is_flat, "figures": found, "line": line}
+    return {"flat": is_flat and outcome.steps > 0, "figures": found, "line": line}
 
 
 def _store(asked: argparse.Namespace, command: str, result: dict[str, Any], parts: Sequence[Outcome]) -> None:

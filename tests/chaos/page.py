@@ -72,6 +72,7 @@ def _fill(text: str) -> str:
 
 
 def _describe_where(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    lines = list(lines)
     machines = [line["machine"] for line in lines if "machine" in line]
     if not machines:
         return [""]
@@ -80,8 +81,8 @@ def _describe_where(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     text = (
         f"{when}, Python {platform.python_version()}, {versions_of('torch', 'transformers')}; {cores} cores with a "
-        f"load of {loads[0]:g} to {loads[-1]:g} (median {statistics.median(loads):g}) from these and other programs: "
-        "counts do not depend on it, seconds do."
+        f"load of {loads[0]:g} to {loads[-1]:g} (median {statistics.median(loads):g}; recorded for {len(loads)} of "
+        f"{len(lines)} results) from these and other programs: counts do not depend on it, seconds do."
     )
     return [_fill(text)]
 

@@ -66,6 +66,8 @@ def usage(seconds: float, memory: float, files: int) -> Usage:
 def test_growth_is_seen() -> None:
     still = [usage(one, 300.0 + one % 3, 12) for one in range(40)]
     assert describe_soak(Outcome(40.0, 100, 4, usage=still))["flat"]
+    stuck = describe_soak(Outcome(40.0, -9, 4, usage=still))
+    assert not stuck["flat"] and stuck["line"].startswith("NO PROGRESS")
     growing = [usage(one, 300.0 + 3 * one, 12) for one in range(40)]
     assert not describe_soak(Outcome(40.0, 100, 4, usage=growing))["flat"]
     leaking = describe_soak(Outcome(40.0, 100, 4, usage=[usage(one, 300.0, 12 + one // 4) for one in range(40)]))
