@@ -42,6 +42,10 @@ class TrainingError(ConfigError):
     """Training cannot go on; the message says why, where, and what to try."""
 
 
+class RankError(TrainingError):
+    """A rank hangs, is out of step with the others, or holds other weights: a restart may help."""
+
+
 class LossWatch:
     """Stops the run when a loss, or the norm of a gradient, is NaN or infinite.
 
@@ -265,7 +269,7 @@ class SharedFailure:
         except Exception as error:
             is_refusal, words = isinstance(error, ConfigError), str(error)
             what = words if is_refusal else f"{type(error).__name__}: {words}"
-            own = json.dumps([is_refusal, what, distributed.rank(), "training" * isinstance(error, TrainingError)])
+            own = json.dumps([is_refusal, what, distributed.rank(), type(error).__name__])
             # An error of a line that another rank has cut is an echo of that rank's own error.
             is_cut = any(one in words.lower() for one in _CUT)
             is_echo = isinstance(error, RuntimeError) and not is_refusal and is_cut
@@ -327,10 +331,14 @@ class SharedFailure:
             os._exit(1)
 
 
+_KINDS = {"hang": RankError, "RankError": RankError, "TrainingError": TrainingError}
+
+
 def _decode(said: str) -> Exception:
     is_refusal, what, rank, kind = json.loads(said)
-    if kind:
-        return TrainingError(what)
+    found = _KINDS.get(kind)
+    if found is not None:
+        return found(what)
     return ConfigError(what) if is_refusal else RuntimeError(f"Rank {rank} has failed. {what}")
 
 

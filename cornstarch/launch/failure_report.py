@@ -33,7 +33,7 @@ _STDERR = 2
 _TAIL_BYTES = 128 * 1024
 # Messages of failures that may not occur again, although the command ends as it does after a user's mistake: ranks
 # that did not find each other, and ranks that hang, are out of step or hold other weights.
-_NO_MISTAKE = re.compile(r"RendezvousError: |TrainingError: Ranks? \d")
+_NO_MISTAKE = re.compile(r"(?:RendezvousError|RankError): ")
 _MAX_LINES = 30
 _LINES_WITHOUT_ERROR = 8
 

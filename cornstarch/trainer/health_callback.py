@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cornstarch.data.loader import StepBatch
-from cornstarch.engine.failure import TrainingError
+from cornstarch.engine.failure import RankError
 from cornstarch.health.comparison_group import ComparisonGroup
 from cornstarch.health.heartbeat import StepTimer
 from cornstarch.health.replica_check import ReplicaCheck
@@ -64,7 +64,7 @@ class HealthCallback(Callback):
         here.enter("data")
 
     def on_step_begin(self, trainer: Trainer, batch: StepBatch) -> None:
-        here.step = trainer.position.step + 1
+        here.step, self._checked_at = trainer.position.step + 1, -1
         here.enter("step")
         if self._counts_data_waits:  # without workers it is the training thread's own CPU time
             here.data_seconds += batch.waited
@@ -74,7 +74,7 @@ class HealthCallback(Callback):
 
     def _compare_step(self) -> None:
         if self._steps is not None and self._steps.is_due() and (said := self._steps.check()) is not None:
-            raise TrainingError(said)
+            raise RankError(said)
 
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
         here.enter("between")
@@ -86,13 +86,14 @@ class HealthCallback(Callback):
             self._choose_interval()
         elif result.step % self._every == 0:
             self._check_replicas(trainer, with_states=False)
+        peer = trainer.config.checkpoint.peer
+        if peer is not None and result.step % peer == 0:  # a copy in memory is made of this step, too
+            self._check_once(trainer)
 
     def on_pause(self, trainer: Trainer) -> None:
         """Check before an evaluation or a checkpoint: none is written of a weight that has changed by itself."""
         here.enter("pause")
-        if self._checked_at != trainer.position.step:
-            self._checked_at = trainer.position.step
-            self._check_replicas(trainer, with_states=True)
+        self._check_once(trainer)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         here.enter("between")
@@ -103,6 +104,11 @@ class HealthCallback(Callback):
     def on_train_end(self, trainer: Trainer, status: Status) -> None:
         here.enter("end")
 
+    def _check_once(self, trainer: Trainer) -> None:
+        if self._checked_at != trainer.position.step:
+            self._checked_at = trainer.position.step
+            self._check_replicas(trainer, with_states=True)
+
     def _check_replicas(self, trainer: Trainer, with_states: bool) -> None:
         if self._replicas is None or not self._replicas.has_replicas:
             return
@@ -110,7 +116,7 @@ class HealthCallback(Callback):
             torch.cuda.synchronize(trainer.placement.device)  # or the check would seem to take as long as the step
         said = self._replicas.check(trainer.position.step, trainer.optimizer if with_states else None)
         if said is not None:
-            raise TrainingError(said)
+            raise RankError(said)
 
     def _choose_interval(self) -> None:
         """Set how often replicas are compared, from what it took; the slowest rank's time decides, on all ranks."""

@@ -15,8 +15,8 @@ from tests.chaos.kills import Verdict
 from tests.chaos.page import write
 from tests.chaos.processes import Line
 
-STOPPED = "step 5/6\nTrainingError: Rank 1 (node, process 77) was stopped by a signal 4 s ago, in step 6.\n"
-HOST = "TrainingError: Rank 0 (node, process 6), which hosts the store of the run, has not answered for 4 s.\n"
+STOPPED = "step 5/6\nRankError: Rank 1 (node, process 77) was stopped by a signal 4 s ago, in step 6.\n"
+HOST = "RankError: Rank 0 (node, process 6), which hosts the store of the run, has not answered for 4 s.\n"
 
 
 def test_the_rank_that_is_named_is_found() -> None:

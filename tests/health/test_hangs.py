@@ -31,7 +31,7 @@ def is_stopped(ranks: list[Ended], rank: int) -> str:
     """Return what the one other rank of two says."""
     (other,) = [one for number, one in enumerate(ranks) if number != rank]
     assert ranks[rank].code is None and other.code == 3, other.said
-    assert other.error.startswith(f"TrainingError: Rank {rank} (") and "was stopped by a signal" in other.error
+    assert other.error.startswith(f"RankError: Rank {rank} (") and "was stopped by a signal" in other.error
     return other.error
 
 

@@ -139,8 +139,8 @@ def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
 
 MESSAGES = {
     "RendezvousError: Rank 1 of 2 could not reach rank 0.": True,
-    "TrainingError: Rank 1 (host, process 7) does not go on; last heard of in step 3.": True,
-    "TrainingError: Ranks 0 and 1 should hold the same weights after step 3 and do not.": True,
+    "RankError: Rank 1 (host, process 7) does not go on; last heard of in step 3.": True,
+    "RankError: Ranks 0 and 1 should hold the same weights after step 3 and do not.": True,
     "TrainingError: The loss is nan in step 3 on rank 1.": False,
     "TrainingError: Memory ran out in the forward pass.": False,
 }
@@ -155,7 +155,7 @@ def test_a_rank_that_is_named_by_another_is_the_cause(tmp_path: Path) -> None:
     script = """
         steps.write(3)
         if attempt == 0 and rank == 0:
-            print("TrainingError: Rank 1 (host, process 7) does not go on.\\n  It is in data.", file=sys.stderr)
+            print("RankError: Rank 1 (host, process 7) does not go on.\\n  It is in data.", file=sys.stderr)
             sys.exit(2)
         if attempt == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
