@@ -78,7 +78,7 @@ def build_section(experts: Mapping[tuple[str, str], str]) -> str:
         "Language models with a mixture of experts, whose experts are shared out over ranks "
         "([Expert parallelism](experts.md)): every family with some layouts, every layout with one family, in mixed "
         f"batches ({versions_of('torch', 'transformers')}). An empty cell was not run. Granite MoE in two stages is "
-        "left out: the gradients of its embeddings are off by 2e-04 in ddp 2 without expert parallelism, and as far with it."
+        "left out: the gradients of its embeddings are off by 2e-04 in ddp 2 without it, and as far with it."
     )
     columns = [name for name in LAYOUTS if any(layout == name for _, layout in experts)]
     heads = " | ".join(LAYOUTS[name].title for name in columns)
