@@ -107,7 +107,7 @@ def main() -> None:
         "|---|---|---|---|",
         f"| marks of the training thread, per step | {1e6 * marks:.1f} µs | "
         + " | ".join(f"{marks / step:.3%}" for step in STEPS) + " |",
-        f"| heartbeats, CPU time of a rank (rank 0, which judges; rank 1) | {heartbeats:.2%}, {other:.2%} of a core | "
+        f"| heartbeats, CPU time of a rank (rank 0, reading all; rank 1) | {heartbeats:.2%}, {other:.2%} of a core | "
         f"{heartbeats:.2%} | {heartbeats:.2%} |",
         f"| comparison of ranks, per exchange (median {1e6 * median:.0f} µs) | {1e6 * least:.0f} µs | "
         "at most 0.5 %: every " + " | at most 0.5 %: every ".join(

@@ -108,7 +108,7 @@ class BadStepGuard:
         self._snapshot = StepSnapshot(models)
         self._left_out: list[BadStep] = []
         self.found: BadStep | None = None
-        """What is wrong with the step that was judged last."""
+        """What is wrong with the step that was checked last."""
 
     def load(self, is_resumed: bool) -> None:
         """Read which batches an earlier start has left out; a run that begins anew forgets them."""
@@ -128,7 +128,7 @@ class BadStepGuard:
         """Remember what the step may change before its loss is known."""
         self._snapshot.take()
 
-    def judge(self, position: Position, batch: StepBatch, loss: Tensor, norm: Tensor | None) -> bool:
+    def check(self, position: Position, batch: StepBatch, loss: Tensor, norm: Tensor | None) -> bool:
         """Return whether a step whose gradients are ready is bad; if not, its loss counts for later ones."""
         self.found = self._examine(position, batch, loss, norm)
         return self.found is not None

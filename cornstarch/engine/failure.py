@@ -248,7 +248,7 @@ class SharedFailure:
         self._alarm = None if distributed.is_single_process() else FailureSignal(self._wake)
         self._hang_timeout, self._folder = hang_timeout, folder
         self._is_inside = False
-        self._verdict: str | None = None  # what a thread of this rank has found
+        self._hang: str | None = None  # what a thread of this rank has found
         self._is_leaving = False
         self.watch: HealthWatch | None = None
         """The heartbeats, inside of the block."""
@@ -265,7 +265,7 @@ class SharedFailure:
         try:
             with self._alarm.watch(), self._watch_ranks():
                 yield
-            said = self._verdict or self._alarm.get_report()
+            said = self._hang or self._alarm.get_report()
         except Exception as error:
             is_refusal, words = isinstance(error, ConfigError), str(error)
             what = words if is_refusal else f"{type(error).__name__}: {words}"
@@ -273,7 +273,7 @@ class SharedFailure:
             # An error of a line that another rank has cut is an echo of that rank's own error.
             is_cut = any(one in words.lower() for one in _CUT)
             is_echo = isinstance(error, RuntimeError) and not is_refusal and is_cut
-            said = self._verdict
+            said = self._hang
             if said is None:
                 if not is_echo:
                     record_failure(error)  # before others fail because of it: the launcher shows the first
@@ -304,8 +304,8 @@ class SharedFailure:
         """End the block on all ranks, from a thread, with a message about a rank that does not go on."""
         assert self._alarm is not None
         own = json.dumps([True, text, distributed.rank(), "hang"])
-        self._verdict = self._alarm.report(own, False) if has_store else own
-        self._wake(self._verdict)
+        self._hang = self._alarm.report(own, False) if has_store else own
+        self._wake(self._hang)
 
     def _wake(self, words: str) -> None:
         """End all waiting: here, and in ranks that wait for this one."""

@@ -1,4 +1,4 @@
-"""Heartbeats over the store of the process group, and the ranks that judge them.
+"""Heartbeats over the store of the process group, and the ranks that look for hangs in them.
 
 Two threads run beside the training thread, which may be blocked in gloo or NCCL. One looks at this process and makes
 its heartbeats. The other one talks to the store: torch's store waits for ever for a host that is stopped, and the
@@ -20,8 +20,8 @@ from dataclasses import asdict, replace
 import torch.distributed as dist
 
 from cornstarch.compat import clone_store, default_store
+from cornstarch.health.hang_detector import EARLY, Hang, HangDetector, Note, find_limit
 from cornstarch.health.heartbeat import TICK, Heartbeat, Pulse, RankProcess
-from cornstarch.health.judge import EARLY, HangVerdict, Judge, Note, find_limit
 from cornstarch.health.machine import read_process
 from cornstarch.health.stragglers import Straggler, StragglerWatch
 from cornstarch.parallel import distributed
@@ -49,8 +49,8 @@ class HealthWatch:
         self._store = default_store()
         number = self._store.add(f"{_PREFIX}/{self._rank}", 1)
         self._store = dist.PrefixStore(f"{_PREFIX}/{number}", self._store)
-        self._is_judge = self._rank in (0, 1, self._world - 1)
-        self._judge: Judge | None = None
+        self._reads_all = self._rank in (0, 1, self._world - 1)
+        self._detector: HangDetector | None = None
         self._stragglers = StragglerWatch(_WINDOW_FACTOR * (limit or find_limit(0.0)))
         self._stopped, self._due = threading.Event(), threading.Event()
         self._beat = Heartbeat(self._rank)
@@ -152,7 +152,7 @@ class HealthWatch:
             self._due.wait()
             self._due.clear()
             is_last, beat = self._stopped.is_set(), self._beat
-            if is_last:  # a new one, or the judges would take it for one that they know
+            if is_last:  # a new one, or the ranks that read all would take it for one that they know
                 beat = replace(beat, has_left=True, number=beat.number + 1)
             try:
                 if not self._is_known:
@@ -161,8 +161,8 @@ class HealthWatch:
                 store.set(f"beat/{self._rank}", beat.to_json())
                 if is_last:
                     return
-                if self._is_judge:
-                    self._judge_all(store)
+                if self._reads_all:
+                    self._look_for_hangs(store)
                 else:
                     store.check(["answer"])
             except RuntimeError:  # no connection: the host has ended, or does not answer
@@ -188,25 +188,25 @@ class HealthWatch:
                 self._host = process
         return True
 
-    def _judge_all(self, store: dist.Store) -> None:
+    def _look_for_hangs(self, store: dist.Store) -> None:
         """Read all heartbeats, and end the run if a rank does not go on."""
         ranks = list(range(self._world))
-        if self._judge is None:
+        if self._detector is None:
             keys = [f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")]
             if not store.check(keys):
                 self._find_absent(store)
                 return
             found = store.multi_get([f"process/{rank}" for rank in ranks])
             self._processes = {rank: RankProcess(**json.loads(one)) for rank, one in zip(ranks, found, strict=True)}
-            self._judge = Judge(self._processes, self._limit)
+            self._detector = HangDetector(self._processes, self._limit)
         beats = [Heartbeat.from_json(one) for one in store.multi_get([f"beat/{rank}" for rank in ranks])]
         now = time.monotonic()
-        verdict: HangVerdict | None = self._judge.judge(beats, now, self.interval)
+        hang: Hang | None = self._detector.find_hang(beats, now, self.interval)
         if self._rank == 0:
             self._keep_notes(beats, now)
-        self._judge.notes.clear()
-        if verdict is not None:
-            self._conclude(verdict.text)
+        self._detector.notes.clear()
+        if hang is not None:
+            self._conclude(hang.text)
 
     def _find_absent(self, store: dist.Store) -> None:
         """End the run if ranks have never posted anything."""
@@ -218,8 +218,8 @@ class HealthWatch:
             self._conclude(f"Rank {absent[0]} has not answered in the first {seconds:.0f} s of the run's set-up.")
 
     def _keep_notes(self, beats: list[Heartbeat], now: float) -> None:
-        assert self._judge is not None
-        notes = self._judge.notes
+        assert self._detector is not None
+        notes = self._detector.notes
         self._notes += notes
         self._slow += self._stragglers.add(beats, now)
         if self.log is not None:

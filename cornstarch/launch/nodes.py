@@ -243,7 +243,7 @@ class NodeServer:
             self._end_attempt()
         if len(self._outcomes) == len(self._attempt):
             ending = None if self._failed_at is None else time.monotonic() - self._failed_at
-            self._finish = self._director.judge(list(self._outcomes.values()), ending)
+            self._finish = self._director.decide(list(self._outcomes.values()), ending)
             self._attempt, self._waiting_since = [], time.monotonic()
 
     def _end_attempt(self) -> None:

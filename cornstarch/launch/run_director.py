@@ -186,7 +186,7 @@ class RunDirector:
         self._size = size
         return self.attempt
 
-    def judge(self, outcomes: list[Outcome], ending_seconds: float | None = None) -> Finish | None:
+    def decide(self, outcomes: list[Outcome], ending_seconds: float | None = None) -> Finish | None:
         """Decide, from how an attempt ended on each machine; None: another attempt follows.
 
         The first outcome with a fault counts, unless a later one is a crash: that of the others is its consequence.

@@ -95,7 +95,7 @@ class LocalLink:
 
     def advance(self, outcome: Outcome | None, ending_seconds: float | None, stops: StopRequests) -> Start | Finish:
         if outcome is not None:
-            finish = self._director.judge([outcome], ending_seconds)
+            finish = self._director.decide([outcome], ending_seconds)
             if finish is not None:
                 return finish
         if self.store_socket is not None:

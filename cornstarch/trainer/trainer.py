@@ -387,10 +387,10 @@ class Trainer:
         """Clip the gradients, step the optimizer, and return the norm that the gradients had."""
         norm = self.train_step.clip()
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
-        judged = None if self.scaler is not None else norm
+        checked = None if self.scaler is not None else norm
         if self.bad_steps is None:
-            self.watch.add(self.position.step + 1, batch, loss, judged)
-        elif self.bad_steps.judge(self.position, batch, loss, judged):
+            self.watch.add(self.position.step + 1, batch, loss, checked)
+        elif self.bad_steps.check(self.position, batch, loss, checked):
             self.train_step.leave_out()
             return norm
         self.run_model.memory_tracker.measure(self.optimizer, self.averages)

@@ -213,7 +213,7 @@ def test_the_cause_is_a_crash_of_any_machine(tmp_path: Path) -> None:
     director = RunDirector(tmp_path, TWO, 3)
     director.begin(Size(2, 1))
     echo = Outcome(1, fault(rank=0, cause="rank 0 of 2 failed", message="closed"))
-    assert director.judge([echo, Outcome(137, fault(code=137, cause="killed", is_crash=True))]) is None
+    assert director.decide([echo, Outcome(137, fault(code=137, cause="killed", is_crash=True))]) is None
     assert read_restarts(tmp_path)[-1].cause == "killed"
 
 
@@ -233,14 +233,14 @@ def test_when_a_fault_is_the_same(tmp_path: Path, faults: list[Fault], goes_on: 
     director = RunDirector(tmp_path, TWO, 9)
     for one in faults:
         director.begin(Size(1, 2))
-        decision = director.judge([Outcome(one.code, one)])
+        decision = director.decide([Outcome(one.code, one)])
     assert (decision is None) == goes_on
 
 
 def test_a_worker_that_cannot_be_killed_ends_the_run(tmp_path: Path) -> None:
     director = RunDirector(tmp_path, TWO, 9)
     director.begin(Size(1, 2))
-    decision = director.judge([Outcome(1, fault(), unkillable=[0])])
+    decision = director.decide([Outcome(1, fault(), unkillable=[0])])
     assert isinstance(decision, Finish) and "Rank 0 cannot be killed" in decision.reason
 
 

@@ -1,6 +1,6 @@
 """Decides from heartbeats which rank does not go on: the one that is behind, not those that wait for it.
 
-Pure: heartbeats and the time go in, and at most one verdict comes out. A rank that sends no heartbeat is stopped, has
+Pure: heartbeats and the time go in, and at most one hang comes out. A rank that sends no heartbeat is stopped, has
 ended, or cannot be reached. A rank that sends them and does not move is behind unless it waits for others. If all wait,
 the one that began fewer collectives than the others of a process group is behind.
 """
@@ -39,7 +39,7 @@ def find_limit(step: float) -> float:
 
 
 @dataclass(frozen=True)
-class HangVerdict:
+class Hang:
     """Which ranks do not go on, and the message with which the run ends."""
 
     ranks: tuple[int, ...]
@@ -54,8 +54,8 @@ class Note:
     text: str
 
 
-class Judge:
-    """Judges the heartbeats of all ranks.
+class HangDetector:
+    """Finds the rank that does not go on, from the heartbeats of all ranks.
 
     Args:
         processes: Where the ranks run.
@@ -86,8 +86,8 @@ class Judge:
             return _PATIENCE_FACTOR * self._limit
         return max(_PATIENCE, _PATIENCE_FACTOR * self.limit)
 
-    def judge(self, beats: Iterable[Heartbeat], now: float, interval: float) -> HangVerdict | None:
-        """Take the newest heartbeats, as every `interval` seconds; return a verdict if there is one."""
+    def find_hang(self, beats: Iterable[Heartbeat], now: float, interval: float) -> Hang | None:
+        """Take the newest heartbeats, as every `interval` seconds; return a hang if there is one."""
         late = now - self._last - 2 * interval if self._last else 0.0
         if late > 0:  # this process was stopped itself: what it has not heard meanwhile counts against nobody
             self._heard = {rank: heard + late for rank, heard in self._heard.items()}
@@ -101,7 +101,7 @@ class Judge:
 
     # ------------------------------------------------------------------ ranks without a heartbeat
 
-    def _find_silent(self, watched: Mapping[int, Heartbeat], now: float) -> HangVerdict | None:
+    def _find_silent(self, watched: Mapping[int, Heartbeat], now: float) -> Hang | None:
         found: dict[int, tuple[float, str]] = {}
         for rank, beat in watched.items():
             silence = now - self._heard[rank]
@@ -140,7 +140,7 @@ class Judge:
                 "  Its machine, or the network to it, is down, or the process is frozen. launch.hang_timeout sets how "
                 "long the others wait."
             )
-        return HangVerdict(tuple(sorted(found)), text)
+        return Hang(tuple(sorted(found)), text)
 
     def _ask_neighbours(self, rank: int, watched: Mapping[int, Heartbeat], now: float) -> str:
         """Return the state of a rank's process as another rank of its machine sees it; "" if none does."""
@@ -152,7 +152,7 @@ class Judge:
 
     # ------------------------------------------------------------------ ranks that answer and do not move
 
-    def _find_standing(self, watched: Mapping[int, Heartbeat], now: float) -> HangVerdict | None:
+    def _find_standing(self, watched: Mapping[int, Heartbeat], now: float) -> Hang | None:
         early = EARLY * self.limit
         if any(now - self._heard[rank] > early / 2 for rank in watched):
             return None  # a rank is silent: if it stays so, it is the cause
@@ -174,16 +174,16 @@ class Judge:
             return None
         return self._end_deadlock(standing)
 
-    def _end_standing(self, beat: Heartbeat) -> HangVerdict:
+    def _end_standing(self, beat: Heartbeat) -> Hang:
         text = (
             f"{self._name(beat.rank)} has not moved for {beat.idle:.0f} s, {find_place(beat)}: it {_STATES[beat.state]}"
             f", and the others wait for it.{_describe_stack(beat)}\n  The stacks of all ranks are in the run's folder, "
             "`health`. launch.hang_timeout sets how long the others wait."
         )
-        return HangVerdict((beat.rank,), text)
+        return Hang((beat.rank,), text)
 
-    def _end_deadlock(self, standing: Mapping[int, Heartbeat]) -> HangVerdict:
-        """Return the verdict on ranks that all wait."""
+    def _end_deadlock(self, standing: Mapping[int, Heartbeat]) -> Hang:
+        """Return the hang on ranks that all wait."""
         behind = find_behind(standing)
         hint = "\n  The last collectives and the stacks of all ranks are in the run's folder, `health`."
         if not behind:
@@ -196,7 +196,7 @@ class Judge:
                 f"{_describe_wait(beat)}. No rank is behind: the network between them carries nothing, or ranks take "
                 f"part with different shapes. They run on {self._list_hosts()}.{hint}"
             )
-            return HangVerdict(tuple(sorted(standing)), text)
+            return Hang(tuple(sorted(standing)), text)
         first = standing[min(behind)]
         own, most = behind[first.rank]
         ahead = next(beat for rank, beat in standing.items() if rank not in behind)
@@ -207,10 +207,10 @@ class Judge:
             f"has begun {own} in a process group where rank {ahead.rank} has begun {most}, and {_describe_wait(first)} "
             f"while rank {ahead.rank} {_describe_wait(ahead)}.{others}{_describe_stack(first)}{hint}"
         )
-        return HangVerdict(tuple(sorted(behind)), text)
+        return Hang(tuple(sorted(behind)), text)
 
-    def _end_crossed(self, standing: Mapping[int, Heartbeat], hint: str) -> HangVerdict:
-        """Return the verdict on ranks of which each has begun a collective that another one has not."""
+    def _end_crossed(self, standing: Mapping[int, Heartbeat], hint: str) -> Hang:
+        """Return the hang on ranks of which each has begun a collective that another one has not."""
         one = standing[min(standing)]
         other = next(beat for beat in standing.values() if beat.sequences != one.sequences)
         text = (
@@ -219,7 +219,7 @@ class Judge:
             f"{_describe_wait(one)}.{_describe_stack(one)}\n  {self._name(other.rank)} {_describe_wait(other)}."
             f"{_describe_stack(other)}{hint}"
         )
-        return HangVerdict((one.rank, other.rank), text)
+        return Hang((one.rank, other.rank), text)
 
     # ------------------------------------------------------------------ words
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cornstarch.health.hang_detector import Hang, HangDetector, find_limit
 from cornstarch.health.heartbeat import Heartbeat, RankProcess, find_state
-from cornstarch.health.judge import HangVerdict, Judge, find_limit
 from cornstarch.parallel.activity import Activity
 
 PROCESSES = {rank: RankProcess("node", 100 + rank, "m") for rank in range(4)}
@@ -18,13 +18,13 @@ class Run:
     """Heartbeats of ranks over time."""
 
     def __init__(self, ranks: int = 2, limit: float | None = None) -> None:
-        self.judge = Judge({rank: PROCESSES[rank] for rank in range(ranks)}, limit)
+        self.detector = HangDetector({rank: PROCESSES[rank] for rank in range(ranks)}, limit)
         self.ranks, self.now, self.number = ranks, 0.0, 0
 
-    def beat(self, seconds: float = 0.0, silent: tuple[int, ...] = (), **by_rank: dict[str, Any]) -> HangVerdict | None:
+    def beat(self, seconds: float = 0.0, silent: tuple[int, ...] = (), **by_rank: dict[str, Any]) -> Hang | None:
         """Let time pass; every rank that is not silent posts. `rank_1={...}` says what rank 1 posts."""
         steps = max(1, round(seconds / INTERVAL))
-        verdict = None
+        hang = None
         for _ in range(steps):
             self.now, self.number = self.now + INTERVAL, self.number + 1
             beats = []
@@ -34,10 +34,10 @@ class Run:
                 values: dict[str, Any] = {"phase": "step", "step": 7, "steps": 7, "seconds": 0.1}
                 values |= by_rank.get(f"rank_{rank}", {})
                 beats.append(Heartbeat(rank, self.number, **values))
-            verdict = self.judge.judge(beats, self.now, INTERVAL)
-            if verdict is not None:
+            hang = self.detector.find_hang(beats, self.now, INTERVAL)
+            if hang is not None:
                 break
-        return verdict
+        return hang
 
 
 WAITS = {"idle": 4.5, "state": "waits", "waits": "all_reduce [433]"}
@@ -51,11 +51,11 @@ def test_a_rank_without_heartbeats_is_named_and_not_the_one_that_waits_for_it() 
     run = Run()
     assert run.beat(2.0) is None
     stopped = {**WAITS, "neighbour": (1, "T")}
-    verdict = run.beat(5.0, silent=(1,), rank_0=stopped)
-    assert verdict is not None and verdict.ranks == (1,)
-    assert verdict.text.startswith("Rank 1 (node, process 101) was stopped by a signal 4 s ago")
-    assert "last heard of in step 7;" in verdict.text
-    assert "rank 0 waits for it in step 7" in verdict.text and run.now <= 7.0
+    hang = run.beat(5.0, silent=(1,), rank_0=stopped)
+    assert hang is not None and hang.ranks == (1,)
+    assert hang.text.startswith("Rank 1 (node, process 101) was stopped by a signal 4 s ago")
+    assert "last heard of in step 7;" in hang.text
+    assert "rank 0 waits for it in step 7" in hang.text and run.now <= 7.0
 
 
 def test_the_limit_follows_the_steps() -> None:
@@ -76,12 +76,12 @@ def test_a_silent_rank_that_runs_is_given_more_time(state: str, seconds: float, 
     near = {**WAITS, "idle": 0.0, "state": "moves", "neighbour": (1, state)}
     if state == "R":
         assert run.beat(20.0, silent=(1,), rank_0=near) is None
-        assert "runs, slowly" in run.judge.notes[0].text
-    verdict = run.beat(seconds, silent=(1,), rank_0=near)
-    assert verdict is not None and said in verdict.text and verdict.ranks == (1,)
+        assert "runs, slowly" in run.detector.notes[0].text
+    hang = run.beat(seconds, silent=(1,), rank_0=near)
+    assert hang is not None and said in hang.text and hang.ranks == (1,)
 
 
-def test_a_judge_that_was_stopped_itself_blames_nobody() -> None:
+def test_a_detector_that_was_stopped_itself_blames_nobody() -> None:
     run = Run()
     run.beat(1.0)
     run.now += 60.0
@@ -99,10 +99,10 @@ def test_a_rank_that_stands_still_is_named_with_its_line() -> None:
     run = Run()
     run.beat(1.0)
     still = {"idle": 4.5, "state": "stands", "stack": ["read_row (rows.py:3)", "fit (run.py:9)"]}
-    verdict = run.beat(0.5, rank_0=WAITS, rank_1=still)
-    assert verdict is not None and verdict.ranks == (1,)
-    assert "has not moved for 4 s, in step 7: it stands still" in verdict.text
-    assert "It is in read_row (rows.py:3), called from fit (run.py:9)." in verdict.text
+    hang = run.beat(0.5, rank_0=WAITS, rank_1=still)
+    assert hang is not None and hang.ranks == (1,)
+    assert "has not moved for 4 s, in step 7: it stands still" in hang.text
+    assert "It is in read_row (rows.py:3), called from fit (run.py:9)." in hang.text
 
 
 @pytest.mark.parametrize(
@@ -119,36 +119,36 @@ def test_what_takes_its_time_is_noted_once_and_not_called_a_hang(values: dict[st
     run = Run()
     run.beat(1.0)
     assert run.beat(60.0, rank_0={**WAITS, "idle": 60.0}, rank_1={"idle": 60.0, **values}) is None
-    assert [note.text.partition(") ")[2].partition(" for ")[0] for note in run.judge.notes] == ([said] if said else [])[
+    assert [note.text.partition(") ")[2].partition(" for ")[0] for note in run.detector.notes] == ([said] if said else [])[
         :1
     ] or said == "waits for data"
-    verdict = run.beat(0.5, rank_0={**WAITS, "idle": 900.0}, rank_1={"idle": 900.0, **values})
-    assert verdict is not None and verdict.ranks == (1,)
+    hang = run.beat(0.5, rank_0={**WAITS, "idle": 900.0}, rank_1={"idle": 900.0, **values})
+    assert hang is not None and hang.ranks == (1,)
 
 
 def test_of_ranks_that_all_wait_the_one_that_began_fewer_collectives_is_behind() -> None:
     run = Run(3)
     run.beat(1.0)
     waits = {f"rank_{rank}": {**WAITS, "sequences": {"all": 12}} for rank in (0, 2)}
-    verdict = run.beat(0.5, **waits, rank_1={**WAITS, "waits": "barrier", "sequences": {"all": 11}})
-    assert verdict is not None and verdict.ranks == (1,)
-    assert "has begun 11 in a process group where rank 0 has begun 12, and waits in barrier" in verdict.text
+    hang = run.beat(0.5, **waits, rank_1={**WAITS, "waits": "barrier", "sequences": {"all": 11}})
+    assert hang is not None and hang.ranks == (1,)
+    assert "has begun 11 in a process group where rank 0 has begun 12, and waits in barrier" in hang.text
 
 
 def test_ranks_in_different_collectives_are_both_named() -> None:
     run = Run()
     run.beat(1.0)
     first = {**WAITS, "sequences": {"all": 12, "own": 4}}
-    verdict = run.beat(0.5, rank_0=first, rank_1={**WAITS, "waits": "barrier", "sequences": {"all": 11, "own": 5}})
-    assert verdict is not None and verdict.ranks == (0, 1)
-    assert "different collectives" in verdict.text and "waits in barrier" in verdict.text
+    hang = run.beat(0.5, rank_0=first, rank_1={**WAITS, "waits": "barrier", "sequences": {"all": 11, "own": 5}})
+    assert hang is not None and hang.ranks == (0, 1)
+    assert "different collectives" in hang.text and "waits in barrier" in hang.text
 
 
 def test_ranks_that_wait_in_the_same_collective_point_to_the_network() -> None:
     run = Run()
     run.beat(1.0)
-    verdict = run.beat(0.5, rank_0={**WAITS, "sequences": {"all": 3}}, rank_1={**WAITS, "sequences": {"all": 3}})
-    assert verdict is not None and "the network between them carries nothing" in verdict.text
+    hang = run.beat(0.5, rank_0={**WAITS, "sequences": {"all": 3}}, rank_1={**WAITS, "sequences": {"all": 3}})
+    assert hang is not None and "the network between them carries nothing" in hang.text
 
 
 def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
