@@ -24,7 +24,9 @@ import typer
 
 # As in pyproject.toml, which an installed package does not contain.
 SUPPORTED = {"torch": ((2, 11), (2, 16)), "transformers": ((5, 17), (6,))}
-CORE = ("safetensors", "numpy", "pillow", "rich", "pyyaml", "pydantic", "typer", "psutil", "matplotlib", "jinja2")
+CORE = (
+    "safetensors", "numpy", "pillow", "rich", "pyyaml", "pydantic", "typer", "psutil", "fsspec", "matplotlib", "jinja2",
+)  # fmt: skip
 OPTIONAL = {
     "peft": "LoRA",
     "soundfile": "sound files other than WAV",

@@ -49,6 +49,11 @@ class Activity:
         self.asymmetric_groups: set[str] = set()
         """Names of process groups in which ranks do not do the same: those that carry single messages."""
 
+    def begin_run(self, step: int) -> None:
+        """Forget an earlier run of this process, in which other ranks may not have taken part."""
+        self.step, self.steps, self.seconds = step, 0, 0.0
+        self.collectives, self.last_collectives = 0, []
+
     def enter(self, phase: str) -> None:
         """Begin another phase."""
         self.phase, self.operation = phase, ""

@@ -40,7 +40,7 @@ class HealthCallback(Callback):
     def __init__(self, trainer: Trainer) -> None:
         self._watch, self._timer = trainer.failure.watch, StepTimer()
         self._counts_data_waits = bool(trainer.data_workers)
-        here.step, here.steps = trainer.position.step, 0
+        here.begin_run(trainer.position.step)
         if self._watch is not None and trainer.rank == 0:
             self._watch.log = trainer.logger.log
         self._steps: RankComparison | None = None

@@ -52,7 +52,7 @@ def install() -> None:
     Checkpointer.save = _around(SAVE, Checkpointer.save)  # type: ignore[method-assign]
     kind.step = _around(STEP, _tell_samples(kind.step), lambda result: tell(STEP, result.step, "="))  # type: ignore[method-assign]
     kind.evaluate = _around(EVALUATION, kind.evaluate)  # type: ignore[method-assign]
-    kind._finish = _around(END, kind._finish)  # type: ignore[method-assign]
+    trainer.finish_run = _around(END, trainer.finish_run)
     RunFolder.claim = _watch_claim(RunFolder.claim)  # type: ignore[assignment,method-assign]
 
 
