@@ -18,7 +18,8 @@ LEAST = 5.0
 _STEPS = 5  # median steps that it may take
 _FIRST_STEPS = 3  # that allocate, connect and compile
 EARLY = 0.8  # of the limit, so that all ranks know at the limit
-_PATIENCE = 600.0  # seconds for what has no usual time: data, a save, compilation
+_PATIENCE = 600.0  # seconds for a rank that is idle in one of its first steps
+_LONG_PATIENCE = 3600.0  # for what has no usual time: set-up, data, compilation, an evaluation, a save
 _PATIENCE_FACTOR = 20.0
 _ALIVE_FACTOR = 10.0  # for a rank without a heartbeat whose process runs
 _SILENT_FACTOR = 4.0  # while a rank is set up: imports hold the interpreter for seconds
@@ -81,10 +82,15 @@ class HangDetector:
 
     @property
     def patience(self) -> float:
-        """Seconds for what has no usual time."""
+        """Seconds for a rank in its first steps."""
         if self._limit is not None:
             return _PATIENCE_FACTOR * self._limit
         return max(_PATIENCE, _PATIENCE_FACTOR * self.limit)
+
+    def _find_patience(self, beat: Heartbeat) -> float:
+        if self._limit is not None or (beat.state == "stands" and beat.phase == "step"):
+            return self.patience
+        return max(_LONG_PATIENCE, self.patience)
 
     def find_hang(self, beats: Iterable[Heartbeat], now: float, interval: float) -> Hang | None:
         """Take the newest heartbeats, as every `interval` seconds; return a hang if there is one."""
@@ -162,7 +168,7 @@ class HangDetector:
             is_usual = beat.phase == "step" and beat.steps >= _FIRST_STEPS
             if beat.state == "stands" and is_usual:
                 return self._end_standing(beat)
-            if beat.idle >= self.patience:
+            if beat.idle >= self._find_patience(beat):
                 return self._end_standing(beat)
             if is_usual or beat.state == "data":
                 text = f"{self._name(rank)} {_STATES[beat.state]} for {beat.idle:.0f} s, {find_place(beat)}."

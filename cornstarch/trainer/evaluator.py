@@ -30,6 +30,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import run_eagerly
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
+from cornstarch.parallel.activity import here
 from cornstarch.parallel.context import use_whole_rows
 from cornstarch.parallel.ddp_fsdp import use_full_model
 from cornstarch.parallel.device import DevicePlacement
@@ -191,6 +192,7 @@ class Evaluator:
 
     def _measure(self, microbatch: CollatedBatch) -> Measures:
         moved = replace(microbatch, inputs=self._placement.move_batch(microbatch.inputs))
+        here.progress += 1  # an evaluation may take hours, in which ranks do not wait for one another
         with self._placement.forward_context():
             return self._task.measure(moved)
 

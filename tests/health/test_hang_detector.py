@@ -121,7 +121,7 @@ def test_what_takes_its_time_is_noted_once_and_not_called_a_hang(values: dict[st
     assert run.beat(60.0, rank_0={**WAITS, "idle": 60.0}, rank_1={"idle": 60.0, **values}) is None
     notes = [note.text.partition(") ")[2] for note in run.detector.notes]
     assert len(notes) == (said is not None) and all(note.startswith(said or "") for note in notes)
-    hang = run.beat(0.5, rank_0={**WAITS, "idle": 900.0}, rank_1={"idle": 900.0, **values})
+    hang = run.beat(0.5, rank_0={**WAITS, "idle": 4000.0}, rank_1={"idle": 4000.0, **values})
     assert hang is not None and hang.ranks == (1,)
 
 
