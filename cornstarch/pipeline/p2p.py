@@ -169,10 +169,15 @@ def _poll(reference: weakref.ref[FailureSignal], stopped: threading.Event) -> No
 def abort_group(group: P2PGroup) -> None:
     """End all waiting in a group: in this process, and, by closed connections, in those that wait for this one."""
     # Destroying the group is not enough: connections stay open as long as a thread or a traceback refers to a message.
-    if isinstance(group, dist.ProcessGroup) and "nccl" in dist.get_backend_config(group):
-        with suppress(RuntimeError):
-            group.abort()
-        return
+    if isinstance(group, dist.ProcessGroup):
+        try:
+            is_nccl = "nccl" in dist.get_backend_config(group)
+        except (TypeError, ValueError):  # torch does not know it any more: another thread has destroyed it
+            return
+        if is_nccl:
+            with suppress(RuntimeError):
+                group.abort()
+            return
     # Gloo has no abort, but closes all connections of a group when a wait times out. Peers may have closed some before;
     # a receive on those raises immediately, and the next peer is tried.
     for other in range(group.size()):

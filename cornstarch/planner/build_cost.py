@@ -372,6 +372,7 @@ def write_costs(path: str | Path, cost: RunCost, measured_on: str) -> None:
     import yaml
 
     data, usual = asdict(replace(cost, parts=())), {one.name: one.default for one in fields(LayerCost)}
+    del data["parts"]
     for key in _MODULES:
         data[key] = {one.pop("name"): one for one in data.pop(key)}
         for module in data[key].values():
@@ -399,7 +400,7 @@ def read_costs(path: str | Path, on: Device | None = None) -> RunCost:
             )
         given = {name: value for name, value in data.items() if name != _MEASURED_ON}
         modules = {key: _read_modules(key, given.get(key) or {}) for key in _MODULES}
-        return replace(_read(RunCost, "the run", {**given, **modules}), is_measured=True)
+        return _read(RunCost, "the run", {"is_measured": True, **given, **modules})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

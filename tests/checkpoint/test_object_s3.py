@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,7 +122,11 @@ def test_kills_leave_whole_checkpoints_and_no_unfinished_uploads(
 
 
 def save_in_two_processes(url: str, variables: Variables) -> int | None:
-    os.environ.update(variables)
+    with mock.patch.dict(os.environ, variables):  # the process goes on with other tests
+        return save_twice(url)
+
+
+def save_twice(url: str) -> int | None:
     store = CheckpointStore(url, keep=2)
     for step in (1, 2):
         numbered.save_numbered(store, step, wait=step == 1)
@@ -134,7 +139,6 @@ def save_in_two_processes(url: str, variables: Variables) -> int | None:
 def test_ranks_save_together(server: Variables) -> None:
     url = f"s3://{BUCKET}/ranks/run"
     assert pool().run(2, save_in_two_processes, url, server) == [2, 2]
-    pool().renew()  # its workers have variables of this test
     with CheckpointStore(url, keep=2).verify(2).tensors() as tensors:
         assert {float(n) for name in tensors for n in tensors[name].unique()} == {2.0}
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,10 +223,18 @@ def test_a_folder_of_somebody_else_is_refused(folder: Path) -> None:
 
 def copy_on_three_nodes(folder: Path) -> list[list[str]]:
     """Be one of three nodes; return the files of each copy here, after some were damaged and lost."""
+    memory_of_node = folder / f"node-{dist.get_rank()}"
+    memory_of_node.mkdir()
+    # The process goes on with other tests.
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}),
+        mock.patch.object(peer_memory, "SHARED_MEMORY", memory_of_node),
+    ):
+        return copy_on_a_node(folder)
+
+
+def copy_on_a_node(folder: Path) -> list[list[str]]:
     rank = dist.get_rank()
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    peer_memory.SHARED_MEMORY = folder / f"node-{rank}"
-    peer_memory.SHARED_MEMORY.mkdir()
     memory = open_peer_memory(folder / "run", is_used=True)
     assert memory is not None and memory.place.nodes == 3
     for step in (1, 2, 3):

@@ -30,7 +30,7 @@ def impatient(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ("train", "kind", "said"),
     [
         (sabotage.scale_one_gradient, "wrong", "layers.0.mlp.up_proj.weight is off by"),
-        (sabotage.train_alone, "wrong", "between ranks"),
+        (sabotage.train_alone, "crashed", "should hold the same weights"),
         (sabotage.log_another_rate, "wrong", "learning_rate of step 1 is 0.04 instead of 0.02"),
         (sabotage.refuse_before_any_step, "refused", "this cannot work"),
         (sabotage.refuse_after_a_step, "crashed", "refused after 1 steps: this cannot work"),
