@@ -32,6 +32,7 @@ class StopGuard:
         self._folder, self._is_main_process = RunFolder(folder), is_main_process
         self._process, self._count = os.getpid(), 0
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._end_lock = threading.Lock()
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -71,7 +72,10 @@ class StopGuard:
         os.close(self._pipe[0])
 
     def _end(self, reason: str) -> None:
-        if self._is_main_process:
+        # The handler and the thread may come here at the same time: one of them speaks, and the other waits for it.
+        if not self._end_lock.acquire(blocking=False):
+            time.sleep(_PATIENCE)
+        elif self._is_main_process:
             with suppress(OSError, ValueError):
                 print(reason, file=sys.stderr, flush=True)
             if reason is WITHOUT_SAVING:

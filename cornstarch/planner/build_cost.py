@@ -400,7 +400,7 @@ def read_costs(path: str | Path, on: Device | None = None) -> RunCost:
             )
         given = {name: value for name, value in data.items() if name != _MEASURED_ON}
         modules = {key: _read_modules(key, given.get(key) or {}) for key in _MODULES}
-        return _read(RunCost, "the run", {"is_measured": True, **given, **modules})
+        return replace(_read(RunCost, "the run", {**given, **modules}), is_measured=True)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
