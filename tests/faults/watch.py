@@ -74,7 +74,9 @@ class Watch:
     def _check_path(self, event: str, path: Any) -> None:
         if isinstance(path, bytes | str | os.PathLike):
             whole = os.path.abspath(os.fsdecode(path))
-            if not whole.startswith((f"{self.folder}", "/dev/", "/proc/")):
+            # The bytecode of an installed module that is imported for the first time is written by Python itself.
+            own = whole.startswith(sys.prefix) and "__pycache__" in Path(whole).parts
+            if not own and not whole.startswith((f"{self.folder}", "/dev/", "/proc/")):
                 self.seen.append(f"{event} {whole:.200}")
 
     @contextlib.contextmanager
