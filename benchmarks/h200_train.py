@@ -132,12 +132,14 @@ def write_config(folder: Path, case: TrainCase, model: Path, steps: int) -> Path
 # ---------------------------------------------------------------------------------------------------- ours
 
 
-def run_cornstarch(folder: Path, case: TrainCase, way: str, model: Path, steps: int) -> dict[str, Any]:
+def run_cornstarch(
+    folder: Path, case: TrainCase, way: str, model: Path, steps: int, options: list[str]
+) -> dict[str, Any]:
     """Run `cornstarch train` until it has done its steps, and read what it logged."""
     config = write_config(folder, case, model, steps)
     run = folder / "runs" / f"{case.name}_{way}"
     command = [sys.executable, "-m", "cornstarch", "train", str(config), "--restart", f"output={run}"]
-    command += ["logging.progress=lines", *OURS[way]]
+    command += ["logging.progress=lines", *OURS[way], *options]
     began, metrics = time.time(), run / "metrics.jsonl"
     with (folder / f"{case.name}_{way}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -403,6 +405,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--tiny", action="store_true", help="small models, also on a CPU: to try the script")
     arguments.add_argument("--batch", type=int, help="samples per batch of the peers")
+    arguments.add_argument("--options", default="", help="more options for all runs of Cornstarch: '--profile a.b=1'")
     arguments.add_argument("--case", help=argparse.SUPPRESS)
     arguments.add_argument("--way", help=argparse.SUPPRESS)
     given = on_gpu.parse(arguments)
@@ -426,7 +429,7 @@ def main() -> None:
             if way in PEERS:
                 results.append(run_peer(folder, case, way, given.steps, given.tiny, given.batch or case.batch))
             else:
-                results.append(run_cornstarch(folder, case, way, model, given.steps))
+                results.append(run_cornstarch(folder, case, way, model, given.steps, given.options.split()))
             print(json.dumps({k: v for k, v in results[-1].items() if k not in ("log", "losses")}), flush=True)
         print(format_results(case, results), "\n", flush=True)
         kept[name] = results

@@ -14,8 +14,9 @@ Shape letters: T tokens of all items, N items, H heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from cornstarch.errors import UnsupportedModelError
 ITEM_IMPLEMENTATION = "cornstarch_flash"
 """transformers gives bounds of items to implementations whose name contains "flash"."""
 
+Made = TypeVar("Made")
 _FLASH_MAX_HEAD_DIM = 256
 _CUDNN_MAX_HEAD_DIM = 128
 
@@ -62,11 +64,48 @@ class CudnnItems(ItemKernel):
 
 def _batch_items(bounds: Tensor, longest: int, scale: float) -> cudnn_attention.PieceBatch:
     """Return one call of cuDNN's kernel; sizes are rounded up, because each makes a plan of its own."""
-    count, bounds = bounds.numel() - 1, bounds.long()
+    pieces = _remember(bounds, "pieces", lambda: _list_items(bounds.long()))
+    return cudnn_attention.PieceBatch(pieces, 1, round_up(longest), scale, looks_ahead=False, sees_all=True)
+
+
+def _list_items(bounds: Tensor) -> Tensor:
+    count = bounds.numel() - 1
     lengths = nn.functional.pad(bounds.diff(), (0, round_up(count) + 1 - count))
     starts = torch.cat([bounds, bounds[-1:].expand(round_up(count) - count)])
-    pieces = cudnn_attention.sort_by_length(torch.stack([starts, lengths]))
-    return cudnn_attention.PieceBatch(pieces, 1, round_up(longest), scale, looks_ahead=False, sees_all=True)
+    return cudnn_attention.sort_by_length(torch.stack([starts, lengths]))
+
+
+@dataclass(frozen=True, eq=False)
+class KnownBounds:
+    """Bounds that were seen, and what was made of them. While they are held, no others are at their address."""
+
+    bounds: Tensor
+    version: int | None
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def is_of(self, bounds: Tensor, version: int | None) -> bool:
+        own = self.bounds
+        if (own.dtype, own.shape, own.device, self.version) != (bounds.dtype, bounds.shape, bounds.device, version):
+            return False
+        return own.data_ptr() == bounds.data_ptr() and (version is None or own._version == version)
+
+
+_KEPT = 4  # bounds: of items and of windows, in this forward pass and in one that is recomputed
+_known: tuple[KnownBounds, ...] = ()  # replaced, never changed: forward and backward passes run in different threads
+
+
+def _remember(bounds: Tensor, name: str, make: Callable[[], Made]) -> Made:
+    """Return what was made of these bounds before: all layers of an encoder are given the same."""
+    global _known
+    version = None if bounds.is_inference() else bounds._version
+    known = next((one for one in _known if one.is_of(bounds, version)), None)
+    if known is None:
+        known = KnownBounds(bounds, version)
+        _known = (*_known[1 - _KEPT :], known)
+    if name not in known.made:
+        known.made[name] = make()
+    made: Made = known.made[name]
+    return made
 
 
 class FlashItems(ItemKernel):
@@ -197,7 +236,8 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _read_bounds(bounds: Tensor, longest: int) -> tuple[Tensor, int]:
     """Return bounds as kernels take them, and the length of the longest item, which 0 stands for if it is unknown."""
-    return bounds.to(torch.int32).contiguous(), longest or int(bounds.diff().max())
+    longest = longest or _remember(bounds, "longest", lambda: int(bounds.diff().max()))  # waits for a GPU
+    return _remember(bounds, "int32", lambda: bounds.to(torch.int32).contiguous()), longest
 
 
 _MASK = "Tensor bounds, SymInt longest"

@@ -15,7 +15,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import compile_layers
 from cornstarch.kernels.compile_log import CompileLog
 from cornstarch.kernels.fp8 import MIN_DIM, Scaling, explain_no_fp8, multiply_in_fp8
-from cornstarch.kernels.fused_loss import fuse_head_with_loss
+from cornstarch.kernels.fused_loss import fuse_head_with_loss, has_head
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.item_encoders import attend_within_items
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
@@ -111,9 +111,11 @@ def accelerate_model(
     parts = [part for one in (stages if stages is not None else [model]) for part in _list_parts(one)]
     if stages is None:  # the inputs of stages were recorded with the attention that encoders have
         speed.packed = attend_within_items(model, speed.note)
-    for _, part in parts:
+    for name, part in parts:
         why = fuse_head_with_loss(part)
         speed.fused_loss = speed.fused_loss or why is None
+        if why is not None and device.type == "cuda" and has_head(part):
+            speed.note(f"{name}: the loss is computed from the logits of all tokens, which take memory: {why}")
     if fp8 != "off":  # before layers are compiled: the scaling becomes part of their kernels
         found = Counter[str]()
         for name, part in parts:

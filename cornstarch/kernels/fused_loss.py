@@ -198,9 +198,15 @@ def fuse_head_with_loss(model: nn.Module) -> str | None:
     return None
 
 
+def has_head(model: nn.Module) -> bool:
+    """Whether a model computes logits of a vocabulary."""
+    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+
+
 def has_inline_loss(kind: type[nn.Module]) -> bool:
     """Whether the forward of a transformers model computes its loss inline instead of calling its loss function."""
-    return "self.loss_function(" not in inspect.getsource(kind.forward)
+    forward = getattr(kind, "original_forward", kind.forward)  # of models that were taken apart
+    return "self.loss_function(" not in inspect.getsource(forward)
 
 
 def _start_loss(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -204,8 +204,11 @@ class ForwardTail:
     inner: PreTrainedModel
     head_name: str
 
-    def __call__(self, text_model: Any, head: nn.Module, **inputs: Any) -> Any:
+    def __call__(self, text_model: Any, head: nn.Module, loss_function: Any = None, **inputs: Any) -> Any:
+        """Run it; `loss_function` replaces the model's own."""
         whole = copy_skeleton(self.whole)
+        if loss_function is not None:
+            cast(Any, whole).loss_function = loss_function
         whole.__dict__[whole.base_model_prefix] = _Body(self.inner, text_model)
         whole._modules[self.head_name] = head
         return type(whole).forward(whole, **inputs)
@@ -223,6 +226,8 @@ class TextModelForCausalLM:
 
     text_class: ClassVar[type[PreTrainedModel]]
     head_bias: ClassVar[bool]
+    original_forward: ClassVar[Callable[..., Any]]
+    """The forward that computes the loss."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -245,7 +250,7 @@ def _build_forward(tail: ForwardTail) -> Callable[..., Any]:
     def forward(self: TextModelForCausalLM, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(_TEXT_ARGUMENTS, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None or name not in _TEXT_ARGUMENTS}
-        return tail(self.model, self.lm_head, **given)
+        return tail(self.model, self.lm_head, getattr(self, "loss_function", None), **given)
 
     rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = inspect.Signature([*own, *further, rest])  # type: ignore[attr-defined]
@@ -266,6 +271,7 @@ def _create_class(tail: ForwardTail, text_model: Any, head: nn.Linear) -> type:
         "main_input_name": "input_ids",
         "_tied_weights_keys": {"lm_head.weight": f"model.{table}.weight"},
         "forward": _build_forward(tail),
+        "original_forward": staticmethod(type(tail.whole).forward),
         "text_class": text_class,
         "head_bias": head.bias is not None,
     }
@@ -330,6 +336,8 @@ def build_causal_language_model(model: PreTrainedModel, text_model: PreTrainedMo
         causal = _build_from_parts(mapped_class, text_model, head)
     if causal is None or not _is_equivalent(tail, causal):
         causal = _build_from_parts(_create_class(tail, text_model, head), text_model, head)
+        if causal is not None and hasattr(model, "loss_function"):
+            causal.loss_function = model.loss_function
     assert causal is not None
     causal.generation_config = model.generation_config
     return causal
