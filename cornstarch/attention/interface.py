@@ -126,7 +126,7 @@ def build_mask(
     if rows != batch_size:  # generation repeats each prompt for its beams and samples
         spec = spec.repeat_interleave(batch_size // rows)
     spec = spec.to(device).extend(end)
-    pattern = _restrict_to_documents(mask_function, None if attention_mask is None else attention_mask.to(device))
+    pattern = restrict_to_documents(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and whole_row and q_length >= BLOCK_SIZE and not is_dense_requested():
         backend = None
@@ -141,7 +141,7 @@ def build_mask(
     return spec.dense(pattern, queries, keys)
 
 
-def _restrict_to_documents(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
+def restrict_to_documents(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
     """Return transformers' rule on positions within a document."""
     rule: Any = mask_function
     if rule is causal_mask_function:
@@ -363,7 +363,7 @@ def _build_sharded_mask(
         raise ConfigError(f"The batch has {rows} rows, and a layer was given {batch_size}.")
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, own, device=sharding.local_positions.device)
-    return ShardedMask(sharding, _restrict_to_documents(mask_function, attention_mask), use_flex)
+    return ShardedMask(sharding, restrict_to_documents(mask_function, attention_mask), use_flex)
 
 
 for _name, _use_flex in ((IMPLEMENTATION, True), (DENSE_IMPLEMENTATION, False)):
