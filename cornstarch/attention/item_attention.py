@@ -34,6 +34,7 @@ ITEM_IMPLEMENTATION = "cornstarch_flash"
 Made = TypeVar("Made")
 _FLASH_MAX_HEAD_DIM = 256
 _CUDNN_MAX_HEAD_DIM = 128
+_SHORT = 128  # tokens of items, windows of images for example, up to which FlashAttention is faster than cuDNN
 
 
 class ItemKernel(ABC):
@@ -195,16 +196,18 @@ def _iterate_lengths(bounds: Tensor) -> Iterator[Tensor]:
             yield starts[lengths == length][:, None] + torch.arange(length, device=bounds.device)
 
 
-def select_item_kernel(query: Tensor) -> ItemKernel:
-    """Return the fastest kernel for states [T, H, D] that `use_attention` allows."""
+def select_item_kernel(query: Tensor, longest: int) -> ItemKernel:
+    """Return the fastest kernel for states [T, H, D] of items of some length that `use_attention` allows."""
     head_dim, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     if not query.is_cuda:
         return ItemsByLength()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     if is_half and head_dim % 8 == 0:
-        if not is_deterministic and _has_cudnn_kernels(head_dim, query.device):
+        has_flash = torch.cuda.get_device_capability(query.device) >= (8, 0) and head_dim <= _FLASH_MAX_HEAD_DIM
+        prefers_flash = has_flash and longest <= _SHORT and backends.get_attention_choice() != "cudnn"
+        if not is_deterministic and not prefers_flash and _has_cudnn_kernels(head_dim, query.device):
             return CudnnItems()
-        if torch.cuda.get_device_capability(query.device) >= (8, 0) and head_dim <= _FLASH_MAX_HEAD_DIM:
+        if has_flash:
             return FlashItems()  # deterministic where torch is asked for it
     if head_dim % (8 if is_half else 4) == 0 and not is_deterministic:
         return EfficientItems()
@@ -225,13 +228,15 @@ def _has_cudnn_kernels(head_dim: int, device: torch.device) -> bool:
 def _attend(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     bounds, longest, scale = others
     states = [one.contiguous() for one in (query, key, value)]
-    return select_item_kernel(query).forward(states, *_read_bounds(bounds, longest), scale)
+    bounds, longest = _read_bounds(bounds, longest)
+    return select_item_kernel(query, longest).forward(states, bounds, longest, scale)
 
 
 def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *states, bounds, longest, scale = arguments
     states = [one.contiguous() for one in states]
-    return select_item_kernel(states[1]).backward(states, *_read_bounds(bounds, longest), scale)
+    bounds, longest = _read_bounds(bounds, longest)
+    return select_item_kernel(states[1], longest).backward(states, bounds, longest, scale)
 
 
 def _read_bounds(bounds: Tensor, longest: int) -> tuple[Tensor, int]:

@@ -166,7 +166,7 @@ def _find_misfit(run: RunConfig, size: Size) -> str | None:
         layout = Layout.of(run.parallel, size.world, size.local)
     except ConfigError as error:
         return str(error)
-    step = run.loop.gradient_accumulation_steps * layout.dp
+    step = run.loop.microbatches * layout.dp
     if run.loop.batch_size % step and not run.data.packing:
         return f"loop.batch_size = {run.loop.batch_size} does not divide into {layout.dp} replicas and microbatches."
     return None

@@ -56,7 +56,7 @@ def summarize(config: RunConfig) -> list[tuple[str, str]]:
     loop, optimizer, schedule = config.loop, config.optimizer, config.schedule
     epochs = loop.epochs or 1
     length = f"{loop.steps} steps" if loop.steps is not None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
-    count = loop.gradient_accumulation_steps
+    count = loop.microbatches
     microbatches = f" in {count} microbatches" if count > 1 else ""
     model = config.model
     parts = [(f"{name} encoder", f"{_describe_part(e)}, {e.projector} projector") for name, e in model.encoders.items()]

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from cornstarch.config import fields
 from cornstarch.config.fields import Also, Fraction, PositiveFloat, Rate, Section, Size, TrainMode, parse_size
@@ -341,8 +341,11 @@ class LoopConfig(Section):
     """Passes over the data. Default, if `steps` is not given either: 1."""
     batch_size: Annotated[Positive, Also("global_batch_size", "bs")] = 8
     """Samples per step over all processes; packed, on average."""
-    gradient_accumulation_steps: Annotated[Positive, Also("accumulation", "accumulate_grad_batches", "grad_accum")] = 1
-    """Microbatches that a batch is split into, one after the other; the gradient is the same."""
+    gradient_accumulation_steps: Annotated[
+        Positive | Literal["auto"], Also("accumulation", "accumulate_grad_batches", "grad_accum")
+    ] = "auto"
+    """Microbatches that a batch is split into, one after the other; the gradient is the same. auto: as few as fit the
+    GPU's memory by an estimate; 1 on a CPU, with pipelines, and with tensor or context parallelism."""
     evaluate_every: Annotated[Positive | None, Also("eval_steps")] = None
     """Steps between evaluations. Default: at the end only."""
     exchange_check: bool = True
@@ -362,15 +365,16 @@ class LoopConfig(Section):
     activation_budget: Annotated[float, Field(gt=0, le=1)] | Size = 1.0
     """A size, `20 GB`: as few layers as possible are recomputed, so that the activations of a microbatch fit. A
     fraction: that much of the activations of compiled layers is kept; of the rest, the cheapest are recomputed."""
+    _chosen_microbatches: int = PrivateAttr(default=1)
 
     @model_validator(mode="after")
     def _check_batches(self) -> LoopConfig:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("give either `steps` or `epochs`")
-        if self.batch_size % self.gradient_accumulation_steps:
+        if self.batch_size % self.microbatches:
             raise ValueError(
                 f"`batch_size` = {self.batch_size} is no multiple of `gradient_accumulation_steps` = "
-                f"{self.gradient_accumulation_steps}"
+                f"{self.microbatches}"
             )
         if self.activation_bytes is not None and self.activation_checkpointing:
             raise ValueError(
@@ -378,6 +382,17 @@ class LoopConfig(Section):
                 f"{self.activation_budget} as few as possible; give one of them"
             )
         return self
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches of a step; with `auto` 1 until a run has chosen."""
+        given = self.gradient_accumulation_steps
+        return given if isinstance(given, int) else self._chosen_microbatches
+
+    def set_chosen_microbatches(self, count: int) -> None:
+        """Let `auto` stand for this number of microbatches."""
+        assert self.gradient_accumulation_steps == "auto"
+        self._chosen_microbatches = count
 
     @property
     def activation_fraction(self) -> float:

@@ -95,7 +95,7 @@ def build_balancer(
     config: RunConfig, collator: Collator, source: DataSource, step: CountFlops, layout: Layout, folder: RunFolder
 ) -> LoadBalancer | None:
     """Return the load balancer of a run; None if samples come in order. All ranks must call it."""
-    if config.data.balance == "off" or layout.dp * config.loop.gradient_accumulation_steps == 1:
+    if config.data.balance == "off" or layout.dp * config.loop.microbatches == 1:
         return None
     if not isinstance(collator, ChatCollator):
         raise ConfigError(
@@ -119,13 +119,13 @@ def describe_gain(balancer: LoadBalancer, data: RunData, ranks: int) -> str:
     if data.packed is not None:
         rows = [data.packed.step(0, number) for number in range(_GAIN_STEPS)]
         rows = [one for one in rows if one]
-        size = data.packed.rows_per_microbatch(ranks, loop.gradient_accumulation_steps)
-        before, after = balancer.gain_of_rows(rows, ranks, loop.gradient_accumulation_steps, size)
+        size = data.packed.rows_per_microbatch(ranks, loop.microbatches)
+        before, after = balancer.gain_of_rows(rows, ranks, loop.microbatches, size)
         count = len(rows)
     else:
         numbers = data.order.order(0)[: _GAIN_STEPS * loop.batch_size]
         steps = [numbers[start : start + loop.batch_size] for start in range(0, len(numbers), loop.batch_size)]
-        before, after = balancer.gain(steps, ranks, loop.gradient_accumulation_steps)
+        before, after = balancer.gain(steps, ranks, loop.microbatches)
         count = len(steps)
     return (
         f"Samples are balanced by cost: the slowest replica has {after:.2f} × the mean work, not {before:.2f} × "

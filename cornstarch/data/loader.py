@@ -354,15 +354,15 @@ class RunData:
         if packed is None:
             return f"{loop.batch_size} samples"
         rows, length = packed.rows_per_step, packed.max_length
-        each = packed.rows_per_microbatch(ranks, loop.gradient_accumulation_steps)
+        each = packed.rows_per_microbatch(ranks, loop.microbatches)
         computed = -(-rows // (each * ranks)) * each * ranks
         text = f"{rows} packed row{'s' if rows > 1 else ''} of {length:,} tokens"
         if computed > rows:
-            unit = ranks * loop.gradient_accumulation_steps
+            unit = ranks * loop.microbatches
             tokens = -(-rows // unit) * unit * length
             text += (
                 f" (and {computed - rows} empty: {rows} do not divide over {ranks} replicas × "
-                f"{loop.gradient_accumulation_steps} microbatches; data.tokens_per_step={tokens} would)"
+                f"{loop.microbatches} microbatches; data.tokens_per_step={tokens} would)"
             )
         return text
 
@@ -410,7 +410,7 @@ class RunData:
             self.order,
             collator,
             loop.batch_size,
-            loop.gradient_accumulation_steps,
+            loop.microbatches,
             workers=workers,
             prefetch=data.prefetch,
             pin=pin,

@@ -204,7 +204,7 @@ def _place(calls: Sequence[tuple[str, int, bool, bool]], model: nn.Module, parts
 
 def _remedies(config: RunConfig, is_too_large: bool) -> list[str]:
     loop = config.loop
-    microbatch = loop.batch_size // loop.gradient_accumulation_steps
+    microbatch = loop.batch_size // loop.microbatches
     if is_too_large:  # without any activations
         return [
             "train fewer weights (`train: lora` or `projector`), because weights, gradients and optimizer states "
@@ -214,7 +214,7 @@ def _remedies(config: RunConfig, is_too_large: bool) -> list[str]:
     remedies = []
     if microbatch > 1:
         # The next divisor of the batch size that at least halves the microbatch.
-        more = range(loop.gradient_accumulation_steps + 1, loop.batch_size + 1)
+        more = range(loop.microbatches + 1, loop.batch_size + 1)
         divisors = [steps for steps in more if loop.batch_size % steps == 0]
         smaller = next(n for n in divisors if loop.batch_size // n <= microbatch // 2)
         remedies.append(

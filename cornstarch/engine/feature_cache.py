@@ -162,7 +162,7 @@ _MAX_ITEMS = 32  # encoded together: limits the encoder's activation memory
 
 def build_encoder_prefetch(task: Task, config: RunConfig, placement: DevicePlacement) -> EncoderPrefetch | None:
     """Return the encoder prefetch of a model that is ready to train; None if the run cannot use one."""
-    if not config.features.ahead or config.features.cache or config.loop.gradient_accumulation_steps == 1:
+    if not config.features.ahead or config.features.cache or config.loop.microbatches == 1:
         return None
     if config.parallel.is_pipeline:  # encoders have stages of their own
         return None

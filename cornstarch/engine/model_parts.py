@@ -146,7 +146,7 @@ def choose_masters(config: RunConfig, device: str, computed_in: torch.dtype, wor
             "master_weights out; sharded kinds (zero3) gather and compute in bf16 without it."
         )
     if reason is None and (wanted is True or device == "cuda"):
-        return MasterPolicy(accumulates=config.loop.gradient_accumulation_steps > 1)
+        return MasterPolicy(accumulates=config.loop.microbatches > 1)
     if reason is not None and wanted is True:
         raise ConfigError(f"optimizer.master_weights = true\n  {reason}")
     return None

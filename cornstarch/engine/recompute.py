@@ -105,7 +105,7 @@ def fit_activations(
     budget = config.loop.activation_bytes
     if budget is None:
         return None
-    rows = -(-config.rows_per_step // (config.loop.gradient_accumulation_steps * replicas))
+    rows = -(-config.rows_per_step // (config.loop.microbatches * replicas))
     casts = config.parallel.data.param_dtype != placement.precision
     items = 1  # the most of one kind in a sample of the training data
     if isinstance(model, MultimodalModel) and model.encoders:

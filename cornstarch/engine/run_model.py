@@ -142,7 +142,7 @@ class RunModel:
     def _parallelize(self, loading: ShardedLoading, verify_plan: Callable[[nn.Module], None]) -> ParallelModel:
         config = self._config
         options = ParallelizeOptions(
-            microbatches=config.loop.gradient_accumulation_steps,
+            microbatches=config.loop.microbatches,
             packed=config.data.packing,
             balance_encoders=self._balances_encoders(),
             activation_checkpointing=config.loop.activation_checkpointing,

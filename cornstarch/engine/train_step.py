@@ -17,6 +17,7 @@ from cornstarch.compat import divides_gradients, step_dividing
 from cornstarch.engine.optimizer import AveragedWeights
 from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.master_weights import GradientSums
 from cornstarch.metrics.attribution import CLIPPING, OPTIMIZER
 from cornstarch.metrics.profiler import record_range
 from cornstarch.parallel import distributed
@@ -71,6 +72,7 @@ class TrainStep:
             and divides_gradients(optimizer)
         )
         self._divisor: Tensor | None = None
+        self._sums = GradientSums(self._trained)
         self.before_update: Callable[[], None] | None = None
         """Called before the weights change; it may raise."""
         self.is_finite = True
@@ -101,7 +103,8 @@ class TrainStep:
             run(list(microbatches), loss_of)
             return
         zero1 = model.zero1 if backward else None
-        with model.balance_encoders() if backward else nullcontext():
+        sums = self._sums.collect() if backward and count > 1 else nullcontext()
+        with sums, model.balance_encoders() if backward else nullcontext():
             for number, inputs in enumerate(microbatches):
                 # Gradients are reduced once, with the last microbatch.
                 is_last = number + 1 >= count

@@ -200,7 +200,8 @@ def fuse_head_with_loss(model: nn.Module) -> str | None:
 
 def has_head(model: nn.Module) -> bool:
     """Whether a model computes logits of a vocabulary."""
-    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    get: Any = getattr(model, "get_output_embeddings", None)
+    return get is not None and get() is not None
 
 
 def has_inline_loss(kind: type[nn.Module]) -> bool:

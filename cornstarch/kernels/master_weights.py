@@ -10,6 +10,8 @@ than 16 bits can hold.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,3 +94,48 @@ def find_master(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> M
     """Return the master of a parameter, if the optimizer has one."""
     state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
     return MasterWeight(parameter, state[REMAINDER]) if REMAINDER in state else None
+
+
+class GradientSums:
+    """Adds up the gradients of several microbatches in float32, of weights in bf16 whose `grad_dtype` says so.
+
+    autograd would first write each gradient in float32, and then add it: twice the bytes. Here a gradient is added as
+    it is, as soon as it is complete, so that only one in bf16 exists at a time.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [
+            one for one in parameters if one.dtype == torch.bfloat16 and one.grad_dtype == torch.float32
+        ]
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._add)
+        self._is_open = False
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add up the gradients of all backward passes in this block, and leave the sums in the parameters."""
+        if not self._parameters:
+            yield
+            return
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._sums[parameter], parameter.grad = parameter.grad, None
+            parameter.grad_dtype = torch.bfloat16
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+            for parameter in self._parameters:
+                parameter.grad = None
+                parameter.grad_dtype = torch.float32
+                parameter.grad = self._sums.pop(parameter, None)
+
+    def _add(self, parameter: Tensor) -> None:
+        if not self._is_open:
+            return
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        before = self._sums.get(parameter)
+        self._sums[parameter] = gradient.float() if before is None else before.add_(gradient)

@@ -66,7 +66,7 @@ def build_microbatch_shape(config: RunConfig, model: nn.Module, facts: DataStati
 
     Without facts, samples have `data.max_length` tokens, all of them with a label, and one item for each encoder.
     """
-    rows = max(1, config.rows_per_step // config.loop.gradient_accumulation_steps)
+    rows = max(1, config.rows_per_step // config.loop.microbatches)
     encoders = list(model.encoders) if isinstance(model, MultimodalModel) else []
     if facts is None:
         return MicrobatchShape(rows, config.data.max_length, dict.fromkeys(encoders, rows))

@@ -99,7 +99,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     assert not needs_prediction(plan), "estimate_plan predicts it"
     model, precision = build_run_model(config, device, world)
     parts = split_into_parts(model, config.model, config.optimizer)
-    rows = -(-config.rows_per_step // (loop.gradient_accumulation_steps * world))
+    rows = -(-config.rows_per_step // (loop.microbatches * world))
 
     @cache
     def get_activations(casts_weights: bool) -> tuple[Activations | None, list[str]]:
@@ -122,7 +122,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
             refused = str(error).splitlines()[-1].strip()
         names = {"hsdp": f"hsdp, {copies} copies", "zero3": "zero3 = fsdp2", "fsdp2": "zero3 = fsdp2"}
         label = "one process" if world == 1 else names.get(data.kind, data.kind)
-        kinds.append(KindEstimate(data, label, memory, refused, peak, last, loop.gradient_accumulation_steps > 1))
+        kinds.append(KindEstimate(data, label, memory, refused, peak, last, loop.microbatches > 1))
     chosen = next(kind for kind in kinds if kind.data == own)
     known, unknown = get_activations(chosen.data.param_dtype != precision)
     notes = [*_list_notes(config, world, rows, kinds), *unknown]
@@ -195,10 +195,10 @@ def _count_copies(plan: Plan, data: DataPlan, world: int, ranks_per_node: int) -
 
 def _list_notes(config: RunConfig, world: int, rows: int, kinds: Sequence[KindEstimate]) -> Iterator[str]:
     loop = config.loop
-    if loop.batch_size % (loop.gradient_accumulation_steps * world):
+    if loop.batch_size % (loop.microbatches * world):
         yield (
             f"loop.batch_size = {loop.batch_size} is not a multiple of accumulation "
-            f"{loop.gradient_accumulation_steps} × {world} ranks, which training refuses; {rows} on a rank are assumed."
+            f"{loop.microbatches} × {world} ranks, which training refuses; {rows} on a rank are assumed."
         )
     for kind in kinds:
         if kind.memory is None:
@@ -252,7 +252,7 @@ def _list_remedies(
     if known is not None and not config.recomputes:
         peak = smallest.memory.peak(known.peak(recomputed=True), smallest.accumulated, known.layer)
         yield f"loop.activation_checkpointing=true (then {show_size(peak)})"
-    if config.loop.batch_size > config.loop.gradient_accumulation_steps * world:
+    if config.loop.batch_size > config.loop.microbatches * world:
         yield "a larger loop.gradient_accumulation_steps"
     if smallest.memory.peak() > device.usable / 2:
         yield "more ranks, fewer trained weights (`train: lora`)"
@@ -351,7 +351,7 @@ def estimate_network(config: RunConfig, device: Device, world: int, link: Link) 
 
 def _estimate_step(config: RunConfig, cost: RunCost, device: Device, world: int) -> StepTime:
     """Return the time of a step on one of several ranks, without communication."""
-    microbatches = config.loop.gradient_accumulation_steps
+    microbatches = config.loop.microbatches
     rows = max(1, config.rows_per_step // (microbatches * world))
     nothing = Link(float("inf"), 0.0)
     links = GroupLinks(nothing, nothing, nothing)

@@ -152,7 +152,7 @@ def inspect_data(config: RunConfig, most: int | None = None, progress: Progress 
         first = "".join(f"\n  {sample}" for sample in [*found.broken, *found.too_long][:5])
         inspected = sum(one.looked_at for one in found.sources)
         raise ConfigError(f"Not one of {inspected} samples can be used. The first of them:{first}")
-    microbatches, steps = config.loop.gradient_accumulation_steps, _draw_steps(found)
+    microbatches, steps = config.loop.microbatches, _draw_steps(found)
     powers = (2**k for k in range(_MOST_REPLICAS.bit_length()))
     replicas = [n for n in powers if config.loop.batch_size // microbatches % n == 0]
     found.waits.extend(_compute_imbalance(n, microbatches, steps, found) for n in replicas)

@@ -129,7 +129,7 @@ def predict_own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnP
                 raise ConfigError(f"modules.{module.name}.layers add up to {sum(layers)}; the module has {many}.")
             starts |= {module.name: tuple(accumulate((0, *layers[:-1])))} if layers is not None else {}
         dp = Layout.of(plan, cluster.devices, cluster.per_node).dp
-        return OwnPlan(plan, predict(Candidate.of(plan, dp, loop.gradient_accumulation_steps, starts), cost, cluster))
+        return OwnPlan(plan, predict(Candidate.of(plan, dp, loop.microbatches, starts), cost, cluster))
     except ConfigError as error:
         return OwnPlan(plan, None, " ".join(str(error).split()))
 

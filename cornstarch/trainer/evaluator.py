@@ -199,7 +199,7 @@ class Evaluator:
     def _batches(self, source: DataSource) -> Iterator[Any]:
         loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
-        size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
+        size = loop.batch_size // loop.microbatches // replica.count * replica.count
         workers = min(self._workers, -(-len(source) // size))
         ranks: dict[str, Any] = {"rank": replica.index, "ranks": replica.count}
         ranks["packed"] = self._pack_rows(source, order)
@@ -219,7 +219,7 @@ class Evaluator:
                 lengths(order.order(0))
             self._lengths[source.description] = lengths
         count = self._replica.count
-        rows = self._packed.rows_per_microbatch(count, self._config.loop.gradient_accumulation_steps) * count
+        rows = self._packed.rows_per_microbatch(count, self._config.loop.microbatches) * count
         return PackedOrder(order, self._lengths[source.description], data.max_length, rows, data.packing_buffer)
 
 

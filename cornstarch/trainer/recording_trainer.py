@@ -175,7 +175,7 @@ def choose_samples(config: RunConfig) -> list[Sample]:
         if len(found) == STEPS * step:
             break
     samples = list(islice(cycle(found), STEPS * step))
-    microbatch = step // config.loop.gradient_accumulation_steps
+    microbatch = step // config.loop.microbatches
     for number in range(2 * step - microbatch, min(2 * step + microbatch, len(samples))):
         sample = samples[number]
         messages = tuple(replace(message, content=_drop_media(message.content)) for message in sample.messages)

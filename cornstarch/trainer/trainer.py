@@ -27,6 +27,7 @@ from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.bad_steps import BadStepGuard
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
+from cornstarch.engine.microbatches import choose_microbatches
 from cornstarch.engine.plan_requirements import check_optimizer
 from cornstarch.engine.run_model import RunModel, build_train_state
 from cornstarch.engine.sharded_loading import ShardedLoading
@@ -209,6 +210,10 @@ class Trainer:
         loading = ShardedLoading(config, self.context)
         self.task: Task = self.build_task(loading)
         self.model: nn.Module = self.task.model
+        collator = self.task.collator
+        self.data_workers = choose_workers(self.data, collator, self.replica, placement.device, log)
+        self.data = self.data.plan_packing(collator, self.data_workers)
+        choose_microbatches(self.task, config, self.context, self.data, log)
         self.run_model = RunModel(
             self.task, config, self.context, self.data, loading, self._resources, log, self.verify_plan
         )
@@ -247,10 +252,7 @@ class Trainer:
 
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
-        collator = self.task.collator
-        self.data_workers = choose_workers(self.data, collator, self.replica, self.placement.device, self.logger.log)
-        self.data = self.data.plan_packing(collator, self.data_workers)
-        config, data, flops = self.config, self.data, self.run_model.flops
+        config, data, flops, collator = self.config, self.data, self.run_model.flops, self.task.collator
         self.total_steps = data.total_steps()
         state = build_train_state(config, self.context, self.task, self.run_model, self.total_steps)
         self.train_step, self.replica_sync, self.rates = state.step, state.replica_sync, state.rates

@@ -101,7 +101,7 @@ def test_kernels_of_a_gpu_attend_as_alone(
     kinds = [item_attention.EfficientItems, item_attention.ItemsByLength]
     if dtype == torch.bfloat16:
         kinds += [item_attention.FlashItems]
-        if isinstance(item_attention.select_item_kernel(states[0]), item_attention.CudnnItems):
+        if isinstance(item_attention.select_item_kernel(states[0], 999), item_attention.CudnnItems):
             kinds += [item_attention.CudnnItems]
     for kind in kinds:
         output, logsumexp = kind().forward(states, bounds, max(lengths), 0.1)
@@ -113,6 +113,6 @@ def test_kernels_of_a_gpu_attend_as_alone(
 @pytest.mark.gpu
 def test_choice_of_kernels_on_a_gpu() -> None:
     states = torch.randn(8, 2, 64, device="cuda")
-    assert isinstance(item_attention.select_item_kernel(states), item_attention.EfficientItems)
+    assert isinstance(item_attention.select_item_kernel(states, 999), item_attention.EfficientItems)
     with backends.use_attention("flex"):
-        assert isinstance(item_attention.select_item_kernel(states.bfloat16()), item_attention.FlashItems)
+        assert isinstance(item_attention.select_item_kernel(states.bfloat16(), 999), item_attention.FlashItems)
