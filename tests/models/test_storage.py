@@ -29,6 +29,7 @@ from cornstarch.models.multimodal_language_model import (
     model_part,
 )
 from cornstarch.models.multimodal_language_model import model_folder as folder
+from tests.forked import run_in_child
 from tests.models.small import VISION, clip, llama, ragged, whisper
 from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
@@ -737,19 +738,6 @@ def test_other_files_in_the_folder_stay(saved: Path) -> None:
     assert (saved / "tokenizer.json").read_text() == "tokens"
 
 
-def in_child(action: Callable[[], None]) -> int:
-    """Run something in a process of its own and return its exit status (-9: killed)."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize(("mode", "loads"), [(0o000, False), (0o555, True)], ids=["unreadable", "read-only"])
 def test_no_permission(mode: int, loads: bool) -> None:
     model = vision_model()
@@ -770,7 +758,7 @@ def test_no_permission(mode: int, loads: bool) -> None:
                     MultimodalModel.from_pretrained(saved)
 
         os.chmod(parent, mode)
-        status = in_child(without_rights)
+        status = run_in_child(without_rights)
         os.chmod(parent, 0o755)
         assert status == 0
 
@@ -819,7 +807,7 @@ def test_a_kill_at_any_step_leaves_a_model(tmp_path: Path) -> None:
             kill_at(step, place)
             models["new"].save_pretrained(target)
 
-        status = in_child(save)
+        status = run_in_child(save)
         if target.exists():
             seen.append(which(target, models))
         else:
