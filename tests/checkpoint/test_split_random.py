@@ -33,7 +33,7 @@ def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list
 
 
 def run(*arguments: object) -> list[tuple[list[float], bool]]:
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     return pool().run(2, trained, *arguments)
 
 

@@ -107,10 +107,10 @@ class Alone:
         run = described(folder, language_model, **sections)
         key = json.dumps(run, sort_keys=True)
         if key not in self._outcomes:
-            self._workers.close()  # torch remembers meshes of groups that have ended
+            self._workers.renew()  # torch remembers meshes of groups that have ended
             output = str(folder / f"alone {len(self._outcomes)}")
             (self._outcomes[key],) = self._workers.run(1, trained, run, output)
-            self._workers.close()
+            self._workers.renew()
         return run, self._outcomes[key]
 
 

@@ -76,19 +76,19 @@ def test_shards_of_tensor_parallelism(more: list[str], bf16: tuple[Path, dict[st
     wider = [f"model.language_model.config.{name}=32" for name in ("hidden_size", "intermediate_size")]
     right = trained(str(folder), str(tmp_path / "wider"), *wider)
     sizes = ["parallel.modules.vision.tp=1", "parallel.modules.language_model.tp=2", "parallel.ranks=shared", *more]
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     for found in pool().run(2, trained, str(folder), str(tmp_path / "tp"), "fp8=rowwise", *wider, *sizes):
         near(found["losses"], right["losses"])
         assert found["losses"] != right["losses"]
         assert found["told"] == {"vision": VISION_LAYERS, "language_model": LANGUAGE_LAYERS}
-    pool().close()
+    pool().renew()
 
 
 def test_compiled_under_context_parallelism(bf16: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, right = bf16
     sizes = [f"parallel.modules.{name}.cp=2" for name in ("vision", "language_model")]
     more = [*sizes, "parallel.ranks=shared", "compile=layers", "loop.activation_checkpointing=true"]
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     for found in pool().run(2, trained, str(folder), str(tmp_path / "cp"), "fp8=rowwise", *more):
         near(found["losses"], right["losses"])
         assert found["layers"] == VISION_LAYERS + LANGUAGE_LAYERS
@@ -97,7 +97,7 @@ def test_compiled_under_context_parallelism(bf16: tuple[Path, dict[str, Any]], t
         assert parts.keys() == {"vision", "language_model"}
         assert all(part["compiled"] and not part["eager"] for part in parts.values())
         assert all(0 < count <= 3 for part in parts.values() for count in part["variants"].values())
-    pool().close()
+    pool().renew()
 
 
 def test_in_two_stages(bf16: tuple[Path, dict[str, Any]]) -> None:
@@ -105,13 +105,13 @@ def test_in_two_stages(bf16: tuple[Path, dict[str, Any]]) -> None:
     more = ["loop.gradient_accumulation_steps=2", "model.language_model.config.num_hidden_layers=2"]
     right = trained(str(folder), str(folder / "two layers"), *more)
     stages = ["parallel.modules.vision.stages=1", "parallel.modules.language_model.stages=2"]
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     for found in pool().run(
         2, trained, str(folder), str(folder / "pp"), "fp8=rowwise", *more, *stages, "parallel.ranks=first_stage"
     ):
         near(found["losses"], right["losses"])
         assert found["told"]["language_model"] == LANGUAGE_LAYERS  # one of two layers
-    pool().close()
+    pool().renew()
 
 
 def ran(folder: Path, output: str, fp8: str, steps: int) -> dict[int, float]:

@@ -52,7 +52,7 @@ def in_one_process(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> A
 def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name: str, tmp_path: Path) -> None:
     ranks, parallel, sections = RUNS[name]
     run, alone = in_one_process("llama", **sections)
-    workers.close()  # torch remembers meshes of groups that have ended
+    workers.renew()  # torch remembers meshes of groups that have ended
     for found in workers.run(ranks, trained, {**run, "parallel": parallel}, str(tmp_path / "several")):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert farthest(found["parameters"], alone["parameters"]) < 1e-4
@@ -60,7 +60,7 @@ def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name
         assert found["reasons"] == {}
         assert found["reads"]["model.layers.0.self_attn.q_proj.weight"] == 32 * 32 // 2
         assert found["reads"]["model.layers.1.self_attn.o_proj.weight"] == 32 * 32 // 2
-    workers.close()
+    workers.renew()
 
 
 def test_weights_read_whole_come_to_the_same_to_the_bit(workers: Pool, tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_weights_read_whole_come_to_the_same_to_the_bit(workers: Pool, tmp_path:
     encoder = {"vision": {"train": "projector", "dtype": "bf16"}}
     run = described(tmp_path, model={"encoders": encoder, "language_model": adapters}, parallel=TP)
     whole = workers.run(2, trained, run, str(tmp_path / "whole"), False)
-    workers.close()
+    workers.renew()
     for found, expected in zip(workers.run(2, trained, run, str(tmp_path / "slices")), whole, strict=True):
         assert found["losses"] == expected["losses"] and found["dtypes"] == expected["dtypes"]
         assert farthest(found["parameters"], expected["parameters"]) == 0
         assert "torch.bfloat16" in found["dtypes"].values()
         assert found["reads"] and not expected["reads"]
-    workers.close()
+    workers.renew()
 
 
 def test_adapters_on_layers_whose_weights_stand_the_other_way_round(workers: Pool, tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_adapters_on_layers_whose_weights_stand_the_other_way_round(workers: Poo
     adapters = {"train": "lora", "lora": {"rank": 2, "dropout": 0.0, "targets": ["c_attn", "c_fc", "c_proj"]}}
     run = described(tmp_path, "gpt2", model={"language_model": adapters})
     (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    workers.renew()
     for found in workers.run(2, trained, {**run, "parallel": TP}, str(tmp_path / "several")):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert farthest(found["parameters"], alone["parameters"]) < 1e-4
         assert found["reasons"] == {} and found["reads"]["transformer.h.0.attn.c_attn.weight"] == 32 * 96 // 2
-    workers.close()
+    workers.renew()
 
 
 def test_what_is_read_whole_says_why(workers: Pool, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_what_is_read_whole_says_why(workers: Pool, tmp_path: Path) -> None:
     for found in workers.run(2, trained, {**run, "parallel": sequence}, str(tmp_path / "several")):
         assert found["reasons"] == {"LlamaForCausalLM": "whether its tokens can be cut depends on its adapters"}
         assert "model.layers.0.self_attn.q_proj.weight" not in found["reads"]
-    workers.close()
+    workers.renew()
 
 
 def test_of_an_encoder_with_a_decoder_only_the_encoder_is_read(workers: Pool, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_of_an_encoder_with_a_decoder_only_the_encoder_is_read(workers: Pool, tm
         assert found["kind"] == "WhisperEncoder" and found["wrong"] == [] and found["reasons"] == {}
         assert found["reads"]["model.encoder.layers.0.fc1.weight"] == 48 * 64 // 2
         assert not any("decoder" in name for name in found["reads"])
-    workers.close()
+    workers.renew()
 
 
 def test_the_memory_that_a_run_takes_before_its_first_step(workers: Pool, tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_the_memory_that_a_run_takes_before_its_first_step(workers: Pool, tmp_pa
     del model
     assert whole > 150e6
     runs = [{**described(tmp_path, name), "parallel": TP} for name in ("llama", "large")]
-    workers.close()
+    workers.close()  # memory is measured in processes that have used little
     for found in workers.run(2, made_ready, runs, str(tmp_path / "run")):
         assert found <= 0.55 * whole, f"{found / whole:.3f}"
-    workers.close()
+    workers.renew()
 
 
 def test_a_folder_that_does_not_fit(workers: Pool, tmp_path: Path) -> None:
@@ -138,4 +138,4 @@ def test_a_folder_that_does_not_fit(workers: Pool, tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 96}))
     for said in workers.run(2, refused, {**described(tmp_path), "parallel": TP}, str(tmp_path / "run")):
         assert said.startswith("model.language_model: ") and "is [64, 32] there, [96, 32] here" in said
-    workers.close()
+    workers.renew()

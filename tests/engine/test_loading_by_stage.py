@@ -85,9 +85,9 @@ def in_one_process(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> A
 def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name: str, tmp_path: Path) -> None:
     ranks, language_model, parallel, sections = RUNS[name]
     run, alone = in_one_process(language_model, **{**ACCUMULATED, **sections})
-    workers.close()  # torch remembers meshes of groups that have ended
+    workers.renew()  # torch remembers meshes of groups that have ended
     found = workers.run(ranks, trained, {**run, "parallel": parallel}, str(tmp_path / "several"))
-    workers.close()
+    workers.renew()
     assert found[-1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     together: dict[str, Any] = {}
     for one in found:
@@ -136,10 +136,10 @@ def test_the_memory_that_a_run_takes_before_its_first_step(
             language_model["config"] = config
         else:
             language_model["path"] = str(stored)
-        workers.close()
+        workers.close()  # memory is measured in processes that have used little
         for found in workers.run(ranks, made_ready, runs, str(tmp_path / f"run {ranks}")):
             assert found <= (most + 0.03 * random) * whole, f"{found / whole:.3f}"
-    workers.close()
+    workers.renew()
 
 
 def test_what_was_made_whole_is_given_up_at_once(workers: Pool, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_was_made_whole_is_given_up_at_once(workers: Pool, tmp_path: Path) 
     found = workers.run(2, held_by_stage, {**run, "parallel": stages(2)}, str(tmp_path / "run"))
     assert all(one["before"] == one["after"] < one["whole"] for one in found)
     assert sum(one["before"] for one in found) == found[0]["whole"]
-    workers.close()
+    workers.renew()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "qwen2"])
@@ -164,13 +164,13 @@ def test_it_goes_on_from_a_checkpoint(workers: Pool, tmp_path: Path) -> None:
     sections = {"loop": {"steps": 3, "batch_size": 4, "accumulation": 2}, "checkpoint": {"every": 2}}
     run = described(tmp_path, "tied", **sections)
     (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    workers.renew()
     several = {**run, "parallel": stages(2)}
     together: dict[str, Any] = {}
     for one in workers.run(2, resumed, several, str(tmp_path / "several")):
         assert one["begins_at"] == 2
         together |= one["parameters"]
-    workers.close()
+    workers.renew()
     assert farthest(together, alone["parameters"]) < 1e-4
 
 
@@ -185,12 +185,12 @@ def test_what_is_read_whole_says_why(workers: Pool, tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     run = described(tmp_path, "headless", **ACCUMULATED)
     (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    workers.renew()
     together: dict[str, Any] = {}
     for one in workers.run(2, trained, {**run, "parallel": stages(2)}, str(tmp_path / "several")):
         assert one["reasons"] == {"LlamaForCausalLM": "lm_head.weight is not stored as it is here, and made anew"}
         together |= one["parameters"]
-    workers.close()
+    workers.renew()
     assert farthest(together, alone["parameters"]) < 1e-4
 
 
@@ -202,11 +202,11 @@ def test_a_language_model_that_is_described_whole(workers: Pool, tmp_path: Path)
     run["model"] = {"whole": {"path": str(tmp_path / "llama"), "tokenizer": str(tmp_path / "tokenizer")}}
     run["data"]["train"] = [{"path": str(tmp_path / "text.json")}]
     (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    workers.renew()
     several = {**run, "parallel": {"modules": {"language_model": {"stages": 2}}}}
     together: dict[str, Any] = {}
     for rank, one in enumerate(workers.run(2, trained, several, str(tmp_path / "several"))):
         assert one["reasons"] == {} and (LAYER.format(0) in one["reads"]) == (rank == 0)
         together |= one["parameters"]
-    workers.close()
+    workers.renew()
     assert farthest(together, alone["parameters"]) < 1e-4

@@ -57,7 +57,7 @@ def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list
 
 
 def run(ranks: int, function: Any, *arguments: object) -> Any:
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     return pool().run(ranks, function, *arguments)
 
 

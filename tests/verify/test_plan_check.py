@@ -62,7 +62,7 @@ def given(kind: Any, folder: str, parallel: dict[str, Any]) -> tuple[str, str, l
 
 
 def together(*job: Any) -> list[Any]:
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     return pool().run(2, trying_quickly, warm.interpreter(), *job)
 
 
