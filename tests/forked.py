@@ -36,6 +36,19 @@ def process(target: Callable[..., None], *arguments: Any, daemon: bool = False) 
     return context().Process(target=_as_usual, args=(usual, target, *arguments), daemon=daemon)
 
 
+def run_in_child(action: Callable[[], None]) -> int:
+    """Run something in a process of its own and return its exit status (-9: killed)."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def _as_usual(method: str, target: Callable[..., None], *arguments: Any) -> None:
     """Call a function, in a process that starts others as any process does.
 

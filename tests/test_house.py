@@ -37,7 +37,7 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def repeated(found: dict[str, list[str]]) -> dict[str, list[str]]:
+def find_repeated(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
@@ -47,7 +47,7 @@ def test_a_class_name_exists_once() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(f"{path}:{node.lineno}")
-    assert repeated(found) == {}
+    assert find_repeated(found) == {}
 
 
 def test_a_file_name_exists_once() -> None:
@@ -56,7 +56,7 @@ def test_a_file_name_exists_once() -> None:
         room, *_, name = path.split("/") if "/" in path else ("", path)
         if name not in TWINS and room != COMMANDS:
             found[name].append(path)
-    assert repeated(found) == {}
+    assert find_repeated(found) == {}
 
 
 def is_participle(name: str) -> bool:

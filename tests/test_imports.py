@@ -33,7 +33,7 @@ def room_of(module: str) -> str:
     return DOORS.get(parts[1], parts[1]) if len(parts) > 1 else ""
 
 
-def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def list_imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every import in a file, at any depth; `from a import b` yields a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -105,7 +105,7 @@ def library_attributes(part: ast.AST, names: dict[str, str]) -> Iterator[tuple[i
 def library_complaints(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Yield every private name and every comparison of a version: both belong in compat."""
     names = library_names(tree)
-    for line, name in sorted({*imported(tree, module, is_package), *library_attributes(tree, names)}):
+    for line, name in sorted({*list_imported(tree, module, is_package), *library_attributes(tree, names)}):
         if is_private(name):
             yield f"line {line}: {name} is private; reach it through compat"
     for comparison in ast.walk(tree):
@@ -123,7 +123,7 @@ def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
         return [f"{module} stands in no room; add it to docs/architecture.md and to ORDER in this test"]
     found = []
     if room:
-        for line, name in imported(tree, module, is_package):
+        for line, name in list_imported(tree, module, is_package):
             found += direction_complaints(room, line, name)
     if room != "compat":
         found += library_complaints(tree, module, is_package)

@@ -181,12 +181,12 @@ def every_token(output: Any, inputs: Inputs) -> Tensor:
     return output.last_hidden_state.flatten(0, 1)
 
 
-def unpadded_tokens(output: Any, inputs: Inputs) -> Tensor:
+def count_unpadded_tokens(output: Any, inputs: Inputs) -> Tensor:
     """Leave out the patches that only fill an image up to the size of the largest."""
     return output.last_hidden_state[inputs["pixel_attention_mask"].bool()]
 
 
-def merged_tokens(output: Any, inputs: Inputs) -> Tensor:
+def count_merged_tokens(output: Any, inputs: Inputs) -> Tensor:
     """Take what the tower's own merger made of neighbouring patches."""
     return output.pooler_output
 
@@ -275,7 +275,7 @@ def images(count: int, noise: torch.Generator) -> Inputs:
     return {"pixel_values": torch.randn(count, 3, IMAGE, IMAGE, generator=noise)}
 
 
-def sized_images(count: int, noise: torch.Generator) -> Inputs:
+def draw_sized_images(count: int, noise: torch.Generator) -> Inputs:
     """Make images of two sizes, padded to the larger one."""
     sizes = [(IMAGE, IMAGE) if item % 2 == 0 else (PATCH, IMAGE) for item in range(count)]
     return {**images(count, noise), "image_sizes": torch.tensor(sizes).reshape(count, 2)}
@@ -327,7 +327,7 @@ ENCODERS: dict[str, EncoderPart] = {
         (4,),
     ),
     "siglip2": EncoderPart(
-        "vision", transformers.Siglip2VisionModel, siglip2_config, patch_rows, (4, 2), unpadded_tokens
+        "vision", transformers.Siglip2VisionModel, siglip2_config, patch_rows, (4, 2), count_unpadded_tokens
     ),
     "dinov2": EncoderPart("vision", transformers.Dinov2Model, dinov2_config, images, (5,)),
     "dinov3": EncoderPart(
@@ -348,7 +348,7 @@ ENCODERS: dict[str, EncoderPart] = {
         "vision",
         transformers.PixtralVisionModel,
         lambda: transformers.PixtralVisionConfig(**tower_sizes()),
-        sized_images,
+        draw_sized_images,
         (4, 2),
     ),
     "internvl": EncoderPart(
@@ -366,7 +366,7 @@ ENCODERS: dict[str, EncoderPart] = {
         lambda: Qwen2VLVisionConfig(**qwen_vision_sizes(embed_dim=ENCODER_HIDDEN, hidden_size=MERGED, mlp_ratio=2)),
         patch_grids,
         (4, 2),
-        merged_tokens,
+        count_merged_tokens,
     ),
     "qwen2_5_vl": EncoderPart(
         "vision",
@@ -376,7 +376,7 @@ ENCODERS: dict[str, EncoderPart] = {
         ),
         patch_grids,
         (4, 2),
-        merged_tokens,
+        count_merged_tokens,
     ),
     "qwen3_vl": EncoderPart(
         "vision",
@@ -391,7 +391,7 @@ ENCODERS: dict[str, EncoderPart] = {
         ),
         patch_grids,
         (4, 2),
-        merged_tokens,
+        count_merged_tokens,
     ),
     "whisper": EncoderPart(
         "audio",

@@ -21,7 +21,8 @@ from tests.api.work import (
     Samples,
     alone,
     collate,
-    computed,
+    collect_refusal,
+    count_computed,
     go_on,
     look,
     make_loader,
@@ -30,7 +31,6 @@ from tests.api.work import (
     make_plugin,
     own_loss,
     precise,
-    refused,
     save_after_one,
 )
 from tests.parity.pool import Pool
@@ -89,7 +89,7 @@ def test_mixed_precision_trains(precision: str, workers: Pool) -> None:
 
 
 def test_each_stage_recomputes_activations_as_its_plugin_says(workers: Pool) -> None:
-    vision, first, last = workers.run(3, computed, Case(3, llm={"stages": 2, "activation_checkpointing": True}))
+    vision, first, last = workers.run(3, count_computed, Case(3, llm={"stages": 2, "activation_checkpointing": True}))
     assert set(vision.values()) == {4} and len(vision) == 2  # a time for each microbatch
     assert set(first.values()) == set(last.values()) == {8} and len(first) + len(last) == 4
 
@@ -160,7 +160,7 @@ def test_a_frozen_model_is_saved_whole_and_other_folders_are_refused(tmp_path: P
 )
 def test_errors_are_raised_on_all_processes(what: str, llm: dict[str, Any], said: str, workers: Pool) -> None:
     ranks = 3 if llm else 2
-    found = workers.run(ranks, refused, Case(ranks, llm=llm), what)
+    found = workers.run(ranks, collect_refusal, Case(ranks, llm=llm), what)
     workers.close()  # lines between processes were cut
     for text in found:
         assert re.search(said, text), text
@@ -168,13 +168,13 @@ def test_errors_are_raised_on_all_processes(what: str, llm: dict[str, Any], said
 
 def test_packed_batches_need_packed_true(workers: Pool) -> None:
     case = Case(3, llm={"stages": 2}, packed=True, plugin={"num_microbatches": None, "microbatch_size": 1})
-    for text in workers.run(3, refused, case, ""):
+    for text in workers.run(3, collect_refusal, case, ""):
         assert "Use MultimodalParallelPlugin(packed=True)." in text
 
 
 def test_replicas_in_step_need_a_processor(workers: Pool) -> None:
     case = Case(2, replicas=2, rows=("tt*tt", "ttt"), plugin={**SHARED, "num_microbatches": 4})
-    for text in workers.run(2, refused, case, ""):
+    for text in workers.run(2, collect_refusal, case, ""):
         assert "microbatches have something for the vision encoder" in text
 
 
@@ -183,7 +183,7 @@ def test_a_last_microbatch_without_an_encoder_needs_a_processor_under_ddp(worker
     cp = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
     plugin = {**SHARED, "num_microbatches": 8, "zero_stage": 0}
     case = Case(2, llm=cp, vision=cp, rows=("tt*tt", "ttttt"), plugin=plugin)
-    for text in workers.run(2, refused, case, ""):
+    for text in workers.run(2, collect_refusal, case, ""):
         assert "The last of 8 microbatches has nothing for the vision encoder, but an earlier one has" in text
 
 

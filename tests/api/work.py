@@ -203,7 +203,7 @@ def make_plugin(case: Case, model: nn.Module) -> MultimodalParallelPlugin:
     )
 
 
-def boosted(case: Case) -> tuple[Booster, BoostedModel, torch.optim.Optimizer, Iterator[Any], LambdaLR]:
+def boost_run(case: Case) -> tuple[Booster, BoostedModel, torch.optim.Optimizer, Iterator[Any], LambdaLR]:
     """Return everything that a step needs."""
     model = make_model(case)
     optimizer, rates = make_optimizer(case, model)
@@ -215,7 +215,7 @@ def boosted(case: Case) -> tuple[Booster, BoostedModel, torch.optim.Optimizer, I
 
 def run(case: Case) -> Outcome:
     """Do the steps in this process, one of several."""
-    booster, model, optimizer, batches, rates = boosted(case)
+    booster, model, optimizer, batches, rates = boost_run(case)
     losses, gradients, seen = [], [], []
     criterion = other_loss if case.own_criterion else own_loss
     for _ in range(STEPS):
@@ -250,7 +250,7 @@ def parameters(model: nn.Module) -> Values:
 
 def save_after_one(case: Case, folder: str) -> None:
     """Do one step, and save everything."""
-    booster, model, optimizer, batches, rates = boosted(case)
+    booster, model, optimizer, batches, rates = boost_run(case)
     _steps(booster, model, optimizer, batches, rates, 1)
     booster.save_model(model, f"{folder}/model")
     booster.save_optimizer(optimizer, f"{folder}/optimizer")
@@ -259,7 +259,7 @@ def save_after_one(case: Case, folder: str) -> None:
 
 def go_on(case: Case, folder: str) -> Values:
     """Load what was saved after one step, in whatever layout, do the others; return the parameters."""
-    booster, model, optimizer, batches, rates = boosted(case)
+    booster, model, optimizer, batches, rates = boost_run(case)
     booster.load_model(model, f"{folder}/model")
     booster.load_optimizer(optimizer, f"{folder}/optimizer")
     booster.load_lr_scheduler(rates, f"{folder}/rates")
@@ -299,7 +299,7 @@ def precise(case: Case) -> tuple[list[float], list[str], float, bool]:
 
 def look(case: Case) -> dict[str, Any]:
     """Return what a step without gradients hands back, and what is known of this process."""
-    booster, model, optimizer, batches, _ = boosted(case)
+    booster, model, optimizer, batches, _ = boost_run(case)
     model.eval()
     with torch.no_grad():
         found = booster.execute_pipeline(batches, model, own_loss, return_outputs=True)
@@ -316,9 +316,9 @@ def look(case: Case) -> dict[str, Any]:
     }
 
 
-def computed(case: Case) -> dict[str, int]:
+def count_computed(case: Case) -> dict[str, int]:
     """Return how often this process computes the layers of each module for a batch, by the names of both."""
-    booster, model, optimizer, batches, _ = boosted(case)
+    booster, model, optimizer, batches, _ = boost_run(case)
     calls: Counter[str] = Counter()
     for name, module in model.module.named_modules():
         if name.rpartition(".")[2].isdigit() and any(True for _ in module.parameters()):
@@ -327,7 +327,7 @@ def computed(case: Case) -> dict[str, int]:
     return dict(calls)
 
 
-def refused(case: Case, what: str) -> str:
+def collect_refusal(case: Case, what: str) -> str:
     """Do something wrong; return what is said."""
     try:
         _do_wrong(case, what)
@@ -339,7 +339,7 @@ def refused(case: Case, what: str) -> str:
 
 
 def _do_wrong(case: Case, what: str) -> None:
-    booster, model, optimizer, batches, _ = boosted(case)
+    booster, model, optimizer, batches, _ = boost_run(case)
     criterion: Any = {
         "none": lambda o, i: None,
         "many": lambda o, i: o.logits,

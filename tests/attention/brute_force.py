@@ -93,7 +93,7 @@ patterns = st.builds(
 )
 
 
-def expected(spec: MaskSpec, pattern: MaskPattern) -> Tensor:
+def expect(spec: MaskSpec, pattern: MaskPattern) -> Tensor:
     """Return the brute force for a spec, bool [B, 1, S, S]."""
     mask = brute_force(spec.documents.tolist(), spec.spans.tolist(), pattern.window, pattern.chunk, pattern.causal)
     return mask[:, None]

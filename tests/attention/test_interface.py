@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 from cornstarch.attention import IMPLEMENTATION, MaskPattern, MaskSpec, use_mask
 from cornstarch.attention.interface import DENSE_IMPLEMENTATION
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from tests.attention.brute_force import brute_force, expected, packed_rows
+from tests.attention.brute_force import brute_force, expect, packed_rows
 
 WINDOW, CHUNK = 5, 4
 KINDS: dict[str, tuple[Callable[..., Any], MaskPattern]] = {
@@ -62,12 +62,12 @@ def test_a_layers_own_pattern_counts_within_documents(kind: str, spec: MaskSpec)
         found = make(kind, attention_mask, "eager") if found is None else found
         found = torch.ones(1, 1, 1, 1, dtype=torch.bool) if found is None else found
         found = (found if found.dtype == torch.bool else found >= 0).expand(*attention_mask.shape[:1], 1, -1, -1)
-        assert torch.equal(found.bool().expand_as(expected(spec, KINDS[kind][1])), expected(spec, KINDS[kind][1]))
+        assert torch.equal(found.bool().expand_as(expect(spec, KINDS[kind][1])), expect(spec, KINDS[kind][1]))
         return
-    assert torch.equal(found, expected(spec, KINDS[kind][1]))
+    assert torch.equal(found, expect(spec, KINDS[kind][1]))
 
 
-def filled_cache(length: int) -> DynamicCache:
+def fill_cache(length: int) -> DynamicCache:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, length, 8), torch.zeros(1, 1, length, 8), 0)
     return cache
@@ -85,9 +85,9 @@ def test_decoding_adds_text_to_the_last_document(kind: str, spec: MaskSpec, new:
         return
     attention_mask = torch.nn.functional.pad((spec.documents > 0).long(), (0, new), value=1)
     with use_mask(spec):
-        found = make(kind, attention_mask, past_key_values=filled_cache(tokens + new - queries), queries=queries)
+        found = make(kind, attention_mask, past_key_values=fill_cache(tokens + new - queries), queries=queries)
         without_cache = make(kind, attention_mask)
-    whole = expected(longer, KINDS[kind][1])
+    whole = expect(longer, KINDS[kind][1])
     assert torch.equal(found, whole[:, :, -queries:])
     assert torch.equal(without_cache, whole)
 

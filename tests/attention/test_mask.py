@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from cornstarch.attention import MaskPattern, MaskSpec
 from cornstarch.attention.mask import DocumentCounts, count_documents
 from cornstarch.errors import ConfigError
-from tests.attention.brute_force import expected, packed_rows, patterns
+from tests.attention.brute_force import expect, packed_rows, patterns
 from tests.attention.packed_masks import SPECS, pack_rows
 
 BLOCK = 128  # tokens of a FlexAttention block
@@ -21,7 +21,7 @@ PARTS = [f"{kind}{axis}_{part}" for kind in ("", "full_") for axis in ("kv", "q"
 @settings(max_examples=300, deadline=None)
 @given(packed_rows(), patterns)
 def test_dense_mask_equals_brute_force(spec: MaskSpec, pattern: MaskPattern) -> None:
-    assert torch.equal(spec.dense(pattern), expected(spec, pattern))
+    assert torch.equal(spec.dense(pattern), expect(spec, pattern))
 
 
 @settings(max_examples=60, deadline=None)
@@ -29,7 +29,7 @@ def test_dense_mask_equals_brute_force(spec: MaskSpec, pattern: MaskPattern) -> 
 def test_block_mask_has_the_same_rule(spec: MaskSpec, pattern: MaskPattern) -> None:
     rows, tokens = spec.documents.shape
     block_mask = spec.block_mask(pattern)
-    assert torch.equal(create_mask(block_mask.mask_mod, rows, 1, tokens, tokens, "cpu"), expected(spec, pattern))
+    assert torch.equal(create_mask(block_mask.mask_mod, rows, 1, tokens, tokens, "cpu"), expect(spec, pattern))
 
 
 @settings(max_examples=15, deadline=None)
@@ -68,7 +68,7 @@ def test_long_rows_equal_brute_force_as_dense_and_block_masks(name: str, pattern
     documents, (start, length) = LONG[name]
     spans = [0 if start <= token < start + length else -1 for token in range(len(documents))]
     spec = MaskSpec(torch.tensor([documents]), torch.tensor([spans]))
-    mask = expected(spec, pattern)
+    mask = expect(spec, pattern)
     assert torch.equal(spec.dense(pattern), mask)
     tokens = len(documents)
     assert torch.equal(create_mask(spec.block_mask(pattern).mask_mod, 1, 1, tokens, tokens, "cpu"), mask)
@@ -124,7 +124,7 @@ def test_visible_range_equals_brute_force(spec: MaskSpec, pattern: MaskPattern) 
     assume(spec.counts.are_contiguous)
     first, last = (one[:, None, :, None] for one in spec.visible_range(pattern))
     places = torch.arange(spec.documents.shape[1])
-    assert torch.equal((first <= places) & (places <= last), expected(spec, pattern))
+    assert torch.equal((first <= places) & (places <= last), expect(spec, pattern))
 
 
 @settings(max_examples=100, deadline=None)

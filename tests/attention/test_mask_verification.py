@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 
 
-def refused_model(name: str) -> transformers.PreTrainedModel:
+def build_refused_model(name: str) -> transformers.PreTrainedModel:
     model_class, config_class, options, _ = REFUSED[name]
     config = getattr(transformers, config_class)(**options)
     return zoo.build(getattr(transformers, model_class), config)
@@ -99,7 +99,7 @@ def refused_model(name: str) -> transformers.PreTrainedModel:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", REFUSED)
 def test_model_that_ignores_masks_is_refused_and_unchanged(name: str, dtype: torch.dtype) -> None:
-    model = refused_model(name).to(dtype).train()
+    model = build_refused_model(name).to(dtype).train()
     before = model.config._attn_implementation
     for _ in range(2):  # a refusal is not remembered as a success
         with pytest.raises(UnsupportedModelError) as caught:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from cornstarch.launch.run_director import SCALE
-from tests.chaos import told
+from tests.chaos import phases
 from tests.chaos.kills import PATIENCE, FoundError, read_records
 from tests.chaos.layouts import EVERY, LAYOUTS, Layout, write_run
-from tests.chaos.processes import Command, Line, append_result, find_processes, is_alive, read_told, wait_until
+from tests.chaos.processes import Command, Line, append_result, find_processes, is_alive, read_reports, wait_until
 
-_TELL = ",".join((*told.RARE, told.STEP, told.SAMPLES))
+_REPORTED = ",".join((*phases.RARE, phases.STEP, phases.SAMPLES))
 _STILL = (  # each rank draws its own dropout, so the number of ranks must not matter
     "model.encoders.vision.config.attention_dropout=0.0",
     "model.language_model.config.attention_dropout=0.0",
@@ -78,7 +78,7 @@ def change_sizes(layout: Layout, sizes: Sequence[int], steps: int, by_itself: bo
         except FoundError as error:
             problems.append(str(error))
         compared = compare_losses(read_records(fixed / "run"), read_records(changed / "run"))
-        lines = read_told(changed)
+        lines = read_reports(changed)
         counts, more = check_samples(lines)
         if (used := list_sizes(lines)) != list(sizes):
             problems.append(f"trained with {used} ranks")
@@ -97,7 +97,7 @@ def change_sizes(layout: Layout, sizes: Sequence[int], steps: int, by_itself: bo
 
 def _run_to(folder: Path, ranks: int, until: int | None) -> None:
     """Train with a number of ranks: to the end, or until all are killed behind a step."""
-    command = Command(folder, ["train", "run.yaml", "--nproc", str(ranks)], environment={told.ONLY: _TELL})
+    command = Command(folder, ["train", "run.yaml", "--nproc", str(ranks)], environment={phases.ONLY: _REPORTED})
     command.start()
     try:
         if until is None:
@@ -119,7 +119,7 @@ def _run_elastic(folder: Path, sizes: Sequence[int], steps: int) -> None:
     """Train with one command that changes the number of ranks itself; a rank is killed before each change."""
     chance = random.Random(0)
     numbers = ["--nproc", f"{min(sizes)}:{max(sizes)}", "--restarts", "50"]
-    command = Command(folder, ["train", "run.yaml", *numbers], environment={told.ONLY: _TELL})
+    command = Command(folder, ["train", "run.yaml", *numbers], environment={phases.ONLY: _REPORTED})
     (folder / "run").mkdir()
     try:
         for number, size in enumerate(sizes):
@@ -127,7 +127,7 @@ def _run_elastic(folder: Path, sizes: Sequence[int], steps: int) -> None:
             if number == 0:
                 command.start()
             else:
-                pids = [line.pid for line in read_told(folder) if line.phase == told.INIT and is_alive(line.pid)]
+                pids = [line.pid for line in read_reports(folder) if line.phase == phases.INIT and is_alive(line.pid)]
                 os.kill(chance.choice(pids), signal.SIGKILL)
             if number + 1 < len(sizes):
                 _wait_for_step(command, _due(number, steps, len(sizes)))
@@ -144,7 +144,7 @@ def _due(number: int, steps: int, sizes: int) -> int:
 
 def _wait_for_step(command: Command, step: int) -> None:
     def is_due() -> bool:
-        return any(line.mark == "=" and line.number >= step for line in read_told(command.folder))
+        return any(line.mark == "=" and line.number >= step for line in read_reports(command.folder))
 
     wait_until(lambda: is_due() or command.code is not None, PATIENCE, every=0.002)
     if not is_due():
@@ -153,10 +153,10 @@ def _wait_for_step(command: Command, step: int) -> None:
 
 def list_sizes(lines: Sequence[Line]) -> list[int]:
     """Return how many replicas trained, one number for each change."""
-    claims = [line.time for line in lines if line.phase == told.CLAIMED]
+    claims = [line.time for line in lines if line.phase == phases.CLAIMED]
     found: dict[int, int] = {}
     for line in lines:
-        if line.phase == told.SAMPLES:
+        if line.phase == phases.SAMPLES:
             attempt = bisect(claims, line.time)
             found[attempt] = max(found.get(attempt, 0), json.loads(line.text)[1] + 1)
     sizes = [found[attempt] for attempt in sorted(found)]
@@ -180,10 +180,10 @@ def check_samples(lines: Sequence[Line]) -> tuple[int, list[str]]:
 
     Of steps that were trained several times, the last one counts: what the others did to the weights is gone.
     """
-    claims = [line.time for line in lines if line.phase == told.CLAIMED]
+    claims = [line.time for line in lines if line.phase == phases.CLAIMED]
     steps: dict[int, tuple[int, list[tuple[int, list[str]]]]] = {}
     for line in lines:
-        if line.phase == told.SAMPLES:
+        if line.phase == phases.SAMPLES:
             attempt = bisect(claims, line.time)
             epoch, _, names = json.loads(line.text)
             latest, known = steps.get(line.number, (attempt, []))

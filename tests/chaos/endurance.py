@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import told
+from tests.chaos import phases
 from tests.chaos.kills import LAUNCHER, PATIENCE, FoundError
 from tests.chaos.layouts import LAYOUTS, Layout, write_run
-from tests.chaos.processes import Command, Line, append_result, find_processes, is_alive, read_told, wait_until
+from tests.chaos.processes import Command, Line, append_result, find_processes, is_alive, read_reports, wait_until
 
 _ENDLESS = 100_000_000
 _SAMPLED = 5.0  # seconds between two looks at memory and files
@@ -67,7 +67,7 @@ class LongRun:
         arguments = ["train", "run.yaml", "--nproc", str(layout.ranks)]
         if restarts:
             arguments += ["--restarts", str(restarts)]
-        environment = {told.ONLY: ",".join((*told.RARE, told.LOAD))}
+        environment = {phases.ONLY: ",".join((*phases.RARE, phases.LOAD))}
         self.command = Command(folder, arguments, cold, environment)
         self.folder, self.layout, self.restarts = folder, layout, restarts
         self.outcome = Outcome()
@@ -96,8 +96,8 @@ class LongRun:
         return 0
 
     def ranks(self) -> dict[int, Line]:
-        """Return the ranks that are there, and what they told first."""
-        lines = [line for line in read_told(self.folder, self._old) if line.phase == told.INIT]
+        """Return the ranks that are there, and what they reported first."""
+        lines = [line for line in read_reports(self.folder, self._old) if line.phase == phases.INIT]
         found = {line.rank: line for line in lines if is_alive(line.pid)}
         self._old |= {line.pid for line in lines if line.pid not in {one.pid for one in found.values()}}
         return found

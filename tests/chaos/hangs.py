@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.namespaces import Network, Unable, network
 from tests import forked
-from tests.chaos import told
+from tests.chaos import phases
 from tests.chaos.endurance import LongRun
 from tests.chaos.kills import PATIENCE, FoundError
 from tests.chaos.layouts import LAYOUTS, write_run
@@ -200,7 +200,7 @@ def _be_rank(name: str, folder: str, output: str, variables: Mapping[str, str]) 
     tempfile.tempdir = None
     prepare_trainer()
     os.environ.update(variables)
-    told.begin()
+    phases.begin()
     started._run(["train", "run.yaml"], folder, output, None, variables, None)
 
 
@@ -230,15 +230,15 @@ def run_cuts(asked: argparse.Namespace) -> int:
 def cut_link(ready: Network, folder: Path, name: str) -> Found:
     """Train in namespaces, cut a link at a moment that the name decides, and wait for the end of all."""
     chance = random.Random(name)
-    (folder / "told").mkdir(exist_ok=True)
-    for file in (folder / "told").iterdir():
+    (folder / "reports").mkdir(exist_ok=True)
+    for file in (folder / "reports").iterdir():
         file.unlink()
     outputs = [folder / f"{name}-rank_{rank}.txt" for rank in range(_RANKS_OF_CUTS)]
     processes = []
     for rank, output in enumerate(outputs):
         output.touch()
         variables = {
-            **ready.environment(rank), told.FOLDER: str(folder / "told"), told.ONLY: told.STEP,
+            **ready.environment(rank), phases.FOLDER: str(folder / "reports"), phases.ONLY: phases.STEP,
             "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         one = forked.process(_be_rank, ready.names[rank], str(folder), str(output), variables)
@@ -272,8 +272,8 @@ def _read_whole(path: Path) -> str:
 
 
 def _count_steps(folder: Path) -> int:
-    """Return how many steps the slowest process has told."""
-    counts = [path.read_text().count(f" {told.STEP} = ") for path in (folder / "told").iterdir()]
+    """Return how many steps the slowest process has reported."""
+    counts = [path.read_text().count(f" {phases.STEP} = ") for path in (folder / "reports").iterdir()]
     return min(counts) if len(counts) == _RANKS_OF_CUTS else 0
 
 

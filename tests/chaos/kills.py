@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import told
+from tests.chaos import phases
 from tests.chaos.layouts import EVERY, LAYOUTS, STEPS, write_run
-from tests.chaos.processes import Command, Line, describe_process, find_processes, is_alive, read_told, wait_until
+from tests.chaos.processes import Command, Line, describe_process, find_processes, is_alive, read_reports, wait_until
 
 LAUNCHER = "launcher"
 RANDOM = "random"
 """Not a phase: any moment since the processes have begun."""
-MOMENTS = (told.INIT, told.LOAD, told.STEP, told.SAVE, told.EVALUATION, RANDOM)
+MOMENTS = (phases.INIT, phases.LOAD, phases.STEP, phases.SAVE, phases.EVALUATION, RANDOM)
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine; what takes longer is called a hang."""
 ORPHANS_AFTER = 5.0
@@ -113,7 +113,7 @@ def draw_case(seed: int, number: int, kills: int = 5, restarts: int = 0, cold: b
     drawn = []
     for _ in range(kills):
         phase = chance.choice(MOMENTS)
-        most = {told.STEP: 9, told.SAVE: 2, told.EVALUATION: 1, told.LOAD: 2}.get(phase, 1)
+        most = {phases.STEP: 9, phases.SAVE: 2, phases.EVALUATION: 1, phases.LOAD: 2}.get(phase, 1)
         kind = chance.choices(("one", "several", "all", LAUNCHER), (50, 15, 10, 25))[0]
         ranks: list[int | str] = list(range(layout.ranks))
         chance.shuffle(ranks)
@@ -179,17 +179,17 @@ def measure_phases(folder: Path) -> dict[str, float]:
     """Return the mean seconds of each phase."""
     times: dict[str, list[float]] = {}
     begun: dict[tuple[int, str], float] = {}
-    for line in read_told(folder):
+    for line in read_reports(folder):
         if line.mark == "+":
             begun.setdefault((line.pid, line.phase), line.time)
         elif line.mark == "-":
             times.setdefault(line.phase, []).append(line.time - begun.pop((line.pid, line.phase)))
-            begun.pop((line.pid, told.INIT), None)
-    lines = read_told(folder)
-    firsts = [line.time for line in lines if line.phase == told.INIT]
-    ready = min(line.time for line in lines if line.phase == told.STEP)
+            begun.pop((line.pid, phases.INIT), None)
+    lines = read_reports(folder)
+    firsts = [line.time for line in lines if line.phase == phases.INIT]
+    ready = min(line.time for line in lines if line.phase == phases.STEP)
     found = {phase: sum(values) / len(values) for phase, values in times.items()}
-    return {**found, told.INIT: ready - min(firsts), RANDOM: lines[-1].time - min(firsts)}
+    return {**found, phases.INIT: ready - min(firsts), RANDOM: lines[-1].time - min(firsts)}
 
 
 # ------------------------------------------------------------------------------------------------ disturbed
@@ -218,7 +218,7 @@ class Disturbed:
                 if not self._disturb(kill):
                     break
             self._finish()
-            find_losses(read_told(self.folder), self.verdict.kills)
+            find_losses(read_reports(self.folder), self.verdict.kills)
             self._check_losses()
             self._check_end()
         except FoundError as error:
@@ -234,8 +234,8 @@ class Disturbed:
         self.command.start()
 
     def _news(self) -> list[Line]:
-        """Return what the processes of this attempt have told."""
-        return read_told(self.folder, self._seen)
+        """Return what the processes of this attempt have reported."""
+        return read_reports(self.folder, self._seen)
 
     def _disturb(self, kill: Kill) -> bool:
         """Kill once; return False if the run has ended before."""
@@ -266,9 +266,9 @@ class Disturbed:
         """Wait for the moment of a kill; return the phase that was waited for, or None if the run ends before."""
         who = 0 if LAUNCHER in kill.victims else int(kill.victims[0])
         ranks = {one for one in kill.victims if one != LAUNCHER}
-        wanted = told.INIT if kill.phase == RANDOM else kill.phase
+        wanted = phases.INIT if kill.phase == RANDOM else kill.phase
         # What does not come (there is no checkpoint to load, or no second evaluation) is replaced by what does.
-        instead = told.STEP if kill.phase == told.LOAD else told.END
+        instead = phases.STEP if kill.phase == phases.LOAD else phases.END
 
         def find() -> tuple[str, float] | None:
             """Return which phase was entered, and when."""
@@ -329,7 +329,7 @@ class Disturbed:
 
     def _check_losses(self) -> None:
         """Compare what is logged with the undisturbed run; nobody may have written beside another one."""
-        doubles = [line for line in read_told(self.folder) if line.phase == told.DOUBLE]
+        doubles = [line for line in read_reports(self.folder) if line.phase == phases.DOUBLE]
         if doubles:
             raise FoundError(f"{DOUBLE_WRITERS}: {doubles}")
         for outcome in self.verdict.kills:
@@ -369,8 +369,8 @@ def find_difference(
 
 def find_losses(lines: Sequence[Line], kills: Sequence[Outcome]) -> None:
     """Fill in what was done at each kill, what was lost by it, and when training went on."""
-    steps = [line for line in lines if line.rank == 0 and line.phase == told.STEP]
-    resumed = {line.pid: line.number for line in lines if line.phase == told.RESUMED and line.rank == 0}
+    steps = [line for line in lines if line.rank == 0 and line.phase == phases.STEP]
+    resumed = {line.pid: line.number for line in lines if line.phase == phases.RESUMED and line.rank == 0}
     for number, kill in enumerate(kills):
         who = 0 if LAUNCHER in kill.victims else kill.victims[0]
         marks = [line.mark for line in lines if (line.phase, line.rank) == (kill.phase, who) and line.time < kill.time]

@@ -1,4 +1,4 @@
-"""Processes of a run: started, found by the folder that they work in, and what they have told."""
+"""Processes of a run: started, found by the folder that they work in, and their reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import forked, warm
-from tests.chaos import told
+from tests.chaos import phases
 from tests.cli import started
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ _BEHIND = 3  # how much nicer a run is than the harness, which must not miss a m
 
 @dataclass(frozen=True)
 class Line:
-    """A line that a process has told."""
+    """A line that a process has reported."""
 
     time: float
     pid: int
@@ -40,14 +40,14 @@ class Line:
 
 @lru_cache
 def warm_interpreter() -> str:
-    """Return an interpreter that is forked instead of started, whose trainers tell their phases."""
+    """Return an interpreter that is forked instead of started, whose trainers report their phases."""
     return warm.interpreter(prepare_server)
 
 
 def prepare_trainer() -> None:
     """Prepare a process that trains, or from which such processes are forked."""
     os.nice(_BEHIND)
-    told.install()
+    phases.install()
 
 
 def prepare_server() -> None:
@@ -55,11 +55,11 @@ def prepare_server() -> None:
     prepare_trainer()
     run = warm._run
 
-    def run_and_tell(name: str, is_module: bool) -> int:
-        told.begin()
+    def run_and_report(name: str, is_module: bool) -> int:
+        phases.begin()
         return run(name, is_module)
 
-    warm._run = run_and_tell
+    warm._run = run_and_report
 
 
 @lru_cache
@@ -67,7 +67,7 @@ def cold_interpreter() -> str:
     """Return an interpreter that imports everything itself."""
     folder = Path(tempfile.mkdtemp(prefix="cold-"))
     path = folder / "python"
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.chaos.told "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.chaos.phases "$@"\n')
     path.chmod(0o700)
     return str(path)
 
@@ -90,14 +90,14 @@ class Command:
 
     def start(self) -> None:
         """Start it; its output is added to `output.txt`, and temporary files are in `tmp`."""
-        (self.folder / "told").mkdir(exist_ok=True)
+        (self.folder / "reports").mkdir(exist_ok=True)
         (self.folder / "tmp").mkdir(exist_ok=True)
         self.output = self.folder / "output.txt"
         with self.output.open("a") as file:
             file.write(f"$ cornstarch {shlex.join(self.arguments)}\n")
         self.output_start = self.output.stat().st_size
         variables = {
-            told.FOLDER: str(self.folder / "told"), "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1",
+            phases.FOLDER: str(self.folder / "reports"), "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **self.environment,
         }  # fmt: skip
         self._code: int | None = None
@@ -187,10 +187,10 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def read_told(folder: Path, without: frozenset[int] = frozenset()) -> list[Line]:
-    """Return what processes have told, but for some of them, in the order of time."""
+def read_reports(folder: Path, without: frozenset[int] = frozenset()) -> list[Line]:
+    """Return what processes have reported, but for some of them, in the order of time."""
     lines = []
-    for path in (folder / "told").iterdir():
+    for path in (folder / "reports").iterdir():
         if int(path.name) in without:
             continue
         for text in path.read_text().splitlines():

@@ -68,8 +68,8 @@ def _run_share(asked: argparse.Namespace) -> None:
     part, parts = map(int, asked.share.split("/"))
     numbers = iter(asked.only or itertools.count(part, parts))
     wanted = math.ceil(asked.count / parts)
-    told = read_all([asked.into]) if asked.into is not None else []
-    done = {case["name"]: verdict for case, verdict in told if case["restarts"] == asked.restarts}
+    results = read_all([asked.into]) if asked.into is not None else []
+    done = {case["name"]: verdict for case, verdict in results if case["restarts"] == asked.restarts}
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as place:
         base = Path(place).resolve()
         while wanted > 0 and (number := next(numbers, None)) is not None:

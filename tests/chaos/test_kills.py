@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import told
+from tests.chaos import phases
 from tests.chaos.kills import (
     LAUNCHER,
     RANDOM,
@@ -25,10 +25,10 @@ from tests.chaos.processes import Line
 from tests.chaos.run_kills import describe, read_results, read_verdicts
 
 CASES = [
-    Case("ddp", "ddp", (Kill(told.STEP, (1,), 6, 0.5), Kill(told.SAVE, (LAUNCHER,), 1, 0.4)), steps=12),
-    Case("fsdp2", "fsdp2", (Kill(told.EVALUATION, (0,), 1, 0.4),), restarts=3, steps=12),
-    Case("tp2xdp2", "tp2xdp2", (Kill(told.INIT, (2, 3), 1, 0.6),), restarts=3, steps=12),
-    Case("pipeline", "pipeline", (Kill(told.SAVE, (1,), 1, 0.3), Kill(told.LOAD, (0,), 2, 0.5)), restarts=3, steps=12),
+    Case("ddp", "ddp", (Kill(phases.STEP, (1,), 6, 0.5), Kill(phases.SAVE, (LAUNCHER,), 1, 0.4)), steps=12),
+    Case("fsdp2", "fsdp2", (Kill(phases.EVALUATION, (0,), 1, 0.4),), restarts=3, steps=12),
+    Case("tp2xdp2", "tp2xdp2", (Kill(phases.INIT, (2, 3), 1, 0.6),), restarts=3, steps=12),
+    Case("pipeline", "pipeline", (Kill(phases.SAVE, (1,), 1, 0.3), Kill(phases.LOAD, (0,), 2, 0.5)), 3, steps=12),
 ]
 
 
@@ -51,7 +51,8 @@ def test_cases_reach_everything() -> None:
     assert cases[7] == draw_case(0, 7) and cases[7] != draw_case(1, 7)
     assert {case.layout for case in cases} == set(LAYOUTS)
     kills = [kill for case in cases for kill in case.kills]
-    assert {kill.phase for kill in kills} == {told.INIT, told.LOAD, told.STEP, told.SAVE, told.EVALUATION, RANDOM}
+    every = {phases.INIT, phases.LOAD, phases.STEP, phases.SAVE, phases.EVALUATION, RANDOM}
+    assert {kill.phase for kill in kills} == every
     assert {LAUNCHER, 0, 1, 2, 3} == {victim for kill in kills for victim in kill.victims}
     assert {1, 2, 3, 4} == {len(kill.victims) for kill in kills}
 
@@ -79,16 +80,17 @@ def test_what_is_lost_is_counted() -> None:
     def line(time: float, pid: int, phase: str, mark: str, number: int) -> Line:
         return Line(time, pid, 0, phase, mark, number)
 
-    lines = [line(1.0 + step, 7, told.STEP, "=", step) for step in range(1, 7)]
-    lines += [line(10.0, 8, told.RESUMED, "+", 4), line(11.0, 8, told.STEP, "+", 0), line(11.5, 8, told.STEP, "=", 5)]
-    kills = [Outcome(told.STEP, (0,), 7.5, ended=0.5), Outcome(told.STEP, (LAUNCHER,), 12.0)]
+    lines = [line(1.0 + step, 7, phases.STEP, "=", step) for step in range(1, 7)]
+    lines += [line(10.0, 8, phases.RESUMED, "+", 4), line(11.0, 8, phases.STEP, "+", 0)]
+    lines += [line(11.5, 8, phases.STEP, "=", 5)]
+    kills = [Outcome(phases.STEP, (0,), 7.5, ended=0.5), Outcome(phases.STEP, (LAUNCHER,), 12.0)]
     find_losses(lines, kills)
     assert (kills[0].done, kills[0].lost, kills[0].back) == (6, 2, 3.5)
     assert (kills[1].done, kills[1].lost, kills[1].back) == (5, 0, None)
 
 
 def test_results_are_read_again(tmp_path: Path) -> None:
-    verdict = {"problems": ["it hangs"], "kills": [vars(Outcome(told.SAVE, (1,), 0.0, lost=3, named=True))]}
+    verdict = {"problems": ["it hangs"], "kills": [vars(Outcome(phases.SAVE, (1,), 0.0, lost=3, named=True))]}
     lines = [{"case": {"name": "0-0"}, "verdict": one} for one in ({"kills": []}, verdict)]
     (tmp_path / "kills.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [name for name, _ in read_results(tmp_path / "kills.jsonl")] == ["0-0"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.chaos import told
+from tests.chaos import phases
 from tests.chaos.elastic import check_samples, compare_losses
 from tests.chaos.endurance import Outcome, Usage, describe_goodput, describe_soak
 from tests.chaos.hangs import Found, describe, find_named, read_found
@@ -37,19 +37,19 @@ def test_only_the_stopped_rank_is_right() -> None:
     assert read_found(json.loads(json.dumps({"command": "stops", "machine": {}, **vars(right)}))) == right
 
 
-def told_samples(time: float, step: int, epoch: int, replica: int, *names: str) -> Line:
-    return Line(time, 10 + replica, replica, told.SAMPLES, "+", step, json.dumps([epoch, replica, names]))
+def report_samples(time: float, step: int, epoch: int, replica: int, *names: str) -> Line:
+    return Line(time, 10 + replica, replica, phases.SAMPLES, "+", step, json.dumps([epoch, replica, names]))
 
 
 def test_each_sample_counts_once_per_epoch() -> None:
-    claims = [Line(time, 10, 0, told.CLAIMED, "+", 0) for time in (0.0, 5.0)]
-    first = [told_samples(1.0, 1, 0, 0, "a"), told_samples(1.1, 1, 0, 1, "b"), told_samples(2.0, 2, 0, 0, "c")]
-    again = [told_samples(6.0, 2, 0, 0, "c", "d"), told_samples(7.0, 3, 1, 0, "a")]
+    claims = [Line(time, 10, 0, phases.CLAIMED, "+", 0) for time in (0.0, 5.0)]
+    first = [report_samples(1.0, 1, 0, 0, "a"), report_samples(1.1, 1, 0, 1, "b"), report_samples(2.0, 2, 0, 0, "c")]
+    again = [report_samples(6.0, 2, 0, 0, "c", "d"), report_samples(7.0, 3, 1, 0, "a")]
     assert check_samples([*claims, *first, *again]) == (4, [])
-    more = told_samples(8.0, 4, 1, 0, "b"), told_samples(9.0, 5, 2, 0, "a")
+    more = report_samples(8.0, 4, 1, 0, "b"), report_samples(9.0, 5, 2, 0, "a")
     count, (problem,) = check_samples([*claims, *first, *again, *more])
     assert count == 6 and "epoch 1" in problem and "'c': 0" in problem and "'d': 0" in problem
-    twice = told_samples(6.5, 2, 0, 1, "a")
+    twice = report_samples(6.5, 2, 0, 1, "a")
     assert "'a': 2" in check_samples([*claims, *first, *again, twice])[1][0]
     assert check_samples(claims)[1] == ["no epoch was completed"]
 
@@ -82,7 +82,7 @@ def test_goodput_is_relative_to_the_same_run_without_faults() -> None:
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    killed = Killed(told.SAVE, ("launcher",), 1.0, done=9, lost=3, ended=0.4, back=2.5)
+    killed = Killed(phases.SAVE, ("launcher",), 1.0, done=9, lost=3, ended=0.4, back=2.5)
     cases = [({"name": "0-0", "layout": "ddp", "restarts": 5}, Verdict(kills=[killed], attempts=2, compared=30))]
     machine = {"date": "2026-01-02", "cores": 2, "load": 1.5}
     lines = [{"command": "stops", "machine": machine, **vars(found(1, (1,), 4.5))},

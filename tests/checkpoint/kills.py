@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,9 @@ from cornstarch.checkpoint import CheckpointStore, object_storage
 from tests.checkpoint import numbered
 from tests.checkpoint.halted import halt_in_a_save, is_half_written
 from tests.checkpoint.s3_server import s3_server
+from tests.forked import run_in_child
 
 OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
-
-
-def run_in_child(action: Callable[[], None]) -> int:
-    """Run something in a process of its own and return its exit status (-9: killed)."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_at_operation(number: int, place: Path) -> None:

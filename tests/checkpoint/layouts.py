@@ -65,7 +65,7 @@ Build = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def two_groups(model: nn.Module, stepped: Mapping[str, nn.Parameter] | None = None) -> torch.optim.Optimizer:
-    trained = _trained(model) if stepped is None else list(stepped.items())
+    trained = _train(model) if stepped is None else list(stepped.items())
     kinds = [
         {"params": [p for n, p in trained if "bias" not in n], "lr": 0.1, "weight_decay": 0.1},
         {"params": [p for n, p in trained if "bias" in n], "lr": 0.02, "weight_decay": 0.0},
@@ -73,7 +73,7 @@ def two_groups(model: nn.Module, stepped: Mapping[str, nn.Parameter] | None = No
     return torch.optim.AdamW([kind for kind in kinds if kind["params"]])
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _train(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in named_parameters(model).items() if p.requires_grad]
 
 
@@ -141,7 +141,7 @@ def zero1_tp(model: nn.Module) -> Build:
 
 
 def _divide_states(model: nn.Module, group: Any) -> Build:
-    zero1 = Zero1(dict(_trained(model)), group, bucket_bytes=400)
+    zero1 = Zero1(dict(_train(model)), group, bucket_bytes=400)
     optimizer = two_groups(model, zero1.shards)
     _DIVIDED[optimizer] = zero1
     return model, optimizer
@@ -179,7 +179,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], Build]] = {
 def build(layout: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
     """Return the model, its optimizer, and averages of its weights."""
     model, optimizer = LAYOUTS[layout](Small(seed))
-    return model, optimizer, {name: p.detach().clone() for name, p in _trained(model)}
+    return model, optimizer, {name: p.detach().clone() for name, p in _train(model)}
 
 
 # ---------------------------------------------------------------------------------------------------- steps
@@ -198,7 +198,7 @@ def steps(
     local = local_parameters(model)
     live = named_parameters(model)
     for step in range(first, last + 1):
-        for name, parameter in _trained(model):
+        for name, parameter in _train(model):
             whole = gradient(name, local[name].shape, step)
             parameter.grad = _like(local[name], parameter, whole)
             if (shard := find_shard(parameter)) is not None:
@@ -231,7 +231,7 @@ def _like(local: Tensorlike, parameter: nn.Parameter, whole: Tensor) -> Tensor |
 # ---------------------------------------------------------------------------------------------------- jobs
 
 
-def saved(folder: Path, layout: str, form: str = "sharded", **options: Any) -> dict[str, Any]:
+def save_run(folder: Path, layout: str, form: str = "sharded", **options: Any) -> dict[str, Any]:
     """Train three steps, save them, take a fourth, and save it elsewhere; return hashes of both."""
     model, optimizer, averages = build(layout)
     steps(model, optimizer, averages, 1, 3)
@@ -245,7 +245,7 @@ def saved(folder: Path, layout: str, form: str = "sharded", **options: Any) -> d
 def loaded(folder: Path, layout: str) -> dict[str, Any]:
     """Load what was saved into a model with other weights, save it again, take a step; return hashes of both."""
     model, optimizer, averages = build(layout)
-    for _, parameter in _trained(model):
+    for _, parameter in _train(model):
         with torch.no_grad():
             parameter.fill_(7)
     store = CheckpointStore(folder, keep=2)
@@ -292,7 +292,7 @@ def weights_loaded(folder: Path, layout: str, averaged: bool) -> bool:
         local = local_parameters(model)
         return all(
             torch.equal(part, tensors.read(f"{kind}/{name}", box))
-            for name, _ in _trained(model)
+            for name, _ in _train(model)
             for box, part in local_shards(local[name])
         )
 
@@ -307,7 +307,7 @@ def refusal(job: Callable[..., Any], *arguments: Any) -> str:
     raise AssertionError(f"nothing was refused: {result}")
 
 
-def trained(folder: Path, layout: str, resume: bool) -> list[float]:
+def train(folder: Path, layout: str, resume: bool) -> list[float]:
     """Train with real batches, looking at the model in between; stop in the middle if asked. Return the losses."""
     model, optimizer, averages = build(layout)
     losses: list[float] = []

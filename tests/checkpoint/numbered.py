@@ -148,7 +148,7 @@ def disagree(folder: Path, what: str) -> str:
     return message
 
 
-def found_steps(folder: Path, damage_on: int | None = None) -> tuple[int | None, list[str]]:
+def find_steps(folder: Path, damage_on: int | None = None) -> tuple[int | None, list[str]]:
     """Return the newest step that is whole, and what was passed over; one rank may see damage that others do not."""
     store = CheckpointStore(folder, keep=9)
     check = Checkpoint.check_sizes

@@ -28,7 +28,8 @@ from cornstarch.errors import ConfigError
 from cornstarch.files import file_digests, own_digest
 from tests.checkpoint.damage import KINDS, damage_often
 from tests.checkpoint.full_disk import fill_disks
-from tests.checkpoint.kills import kill_at_every_operation, kill_at_random_moments, run_in_child
+from tests.checkpoint.kills import kill_at_every_operation, kill_at_random_moments
+from tests.forked import run_in_child
 
 
 def tensors_of(step: int, size: int = 1000) -> dict[str, Tensor]:

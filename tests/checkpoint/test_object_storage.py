@@ -38,7 +38,7 @@ def save(step: int, url: str = URL, wait: bool = True) -> CheckpointStore:
     return store
 
 
-def saved_step(url: str = URL) -> int:
+def save_step(url: str = URL) -> int:
     """Return the newest step, if every value of it says so."""
     store = CheckpointStore(url, keep=1)
     found = store.latest()
@@ -49,14 +49,14 @@ def saved_step(url: str = URL) -> int:
     return found.step
 
 
-def stored_names() -> set[str]:
+def list_stored_names() -> set[str]:
     return {name.removeprefix("/bucket/run/").partition("/")[0] for name in FaultyStore.store}
 
 
 def test_a_checkpoint_has_the_names_of_a_local_one_and_nothing_beside_it() -> None:
     save(1)
     save(2)
-    assert saved_step() == 2
+    assert save_step() == 2
     assert sorted(FaultyStore.store) == [
         "/bucket/run/step_00000002/checkpoint.json",
         "/bucket/run/step_00000002/data.json",
@@ -74,7 +74,7 @@ def test_files_without_a_manifest_are_no_checkpoint() -> None:
     assert "/bucket/run/step_00000002/data.json" in FaultyStore.store
     assert [one.step for one in store.list()] == [1] and not store.problems
     save(2)  # removes what was left, and takes the name
-    assert stored_names() == {"step_00000002"} and saved_step() == 2
+    assert list_stored_names() == {"step_00000002"} and save_step() == 2
 
 
 def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint() -> None:
@@ -86,9 +86,9 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint() -> None:
         with suppress(Died):
             save(2)
         FaultyStore.hook = staticmethod(lambda request: None)
-        seen.append(saved_step())
+        seen.append(save_step())
         save(3)
-        assert stored_names() == {"step_00000003"}, hook.request
+        assert list_stored_names() == {"step_00000003"}, hook.request
         if hook.count < number:
             break
     assert number > 40 and seen == sorted(seen) and set(seen) == {1, 2}
@@ -103,7 +103,7 @@ def test_a_transient_error_at_any_request_is_repeated(error: Exception) -> None:
         save(1)
         FaultyStore.hook = hook = FailAt(number, error)
         save(2)
-        assert saved_step() == 2
+        assert save_step() == 2
         if hook.count < number:
             break
     assert number > 40
@@ -125,9 +125,9 @@ def test_a_refusal_at_any_request_is_explained_and_leaves_the_old_checkpoint() -
             explained += 1
         if hook.count < number:
             break
-        assert saved_step() in (1, 2)
+        assert save_step() in (1, 2)
         save(3)
-        assert stored_names() == {"step_00000003"}, hook.request
+        assert list_stored_names() == {"step_00000003"}, hook.request
     assert explained > 30
 
 
@@ -149,7 +149,7 @@ def test_a_store_that_stays_away_ends_a_background_save_with_the_reason() -> Non
         store.check()
     assert count == object_storage.ATTEMPTS
     FaultyStore.hook = staticmethod(lambda request: None)
-    assert saved_step() == 1
+    assert save_step() == 1
 
 
 def test_damage_is_found_before_anything_is_used() -> None:
@@ -191,13 +191,13 @@ def test_two_writers_in_one_process_are_refused() -> None:
         with pytest.raises(ConfigError, match="Another process is saving checkpoints in faulty:/bucket/run"):
             save(2)
     save(2)
-    assert saved_step() == 2
+    assert save_step() == 2
 
 
 def test_a_dead_owner_on_this_machine_is_succeeded_at_once() -> None:
     FaultyStore().pipe_file("/bucket/run/.lock", lock_content(process=2**22 + 1))
     save(1)
-    assert saved_step() == 1
+    assert save_step() == 1
 
 
 def test_a_silent_owner_elsewhere_is_succeeded_and_a_living_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_silent_owner_elsewhere_is_succeeded_and_a_living_one_is_not(monkeypat
     monkeypatch.setattr(object_lock, "_POLL", 0.01)
     FaultyStore().pipe_file("/bucket/run/.lock", lock_content(machine="elsewhere", host="node-7", process=5))
     save(1)
-    assert saved_step() == 1
+    assert save_step() == 1
     monkeypatch.setattr(object_lock, "EXPIRY", 60.0)
     count = 0
 
@@ -235,7 +235,7 @@ def test_a_writer_whose_lock_was_taken_over_does_not_commit() -> None:
     FaultyStore.hook = staticmethod(take_over)
     with pytest.raises(ConfigError, match="was taken over by process .* on node-7"):
         save(2)
-    assert saved_step() == 1
+    assert save_step() == 1
     assert json.loads(FaultyStore().cat_file("/bucket/run/.lock"))["host"] == "node-7"  # not ours to remove
 
 

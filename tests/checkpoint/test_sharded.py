@@ -27,7 +27,7 @@ def run(ranks: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The hashes that one process gets: after three steps, and after the fourth."""
-    return layouts.saved(tmp_path_factory.mktemp("one"), "one")
+    return layouts.save_run(tmp_path_factory.mktemp("one"), "one")
 
 
 # ---------------------------------------------------------------------------------------------------- any to any
@@ -61,7 +61,7 @@ PAIRS = [
 def test_any_layout_loads_any_other(
     saving: str, n: int, loading: str, m: int, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    assert run(n, layouts.saved, tmp_path, saving) == [expected] * n
+    assert run(n, layouts.save_run, tmp_path, saving) == [expected] * n
     for found in run(m, layouts.loaded, tmp_path, loading):
         assert {key: found[key] for key in expected} == expected
         assert set(found["rates"]) <= {0.1, 0.02}
@@ -69,25 +69,25 @@ def test_any_layout_loads_any_other(
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp1"])
 def test_a_process_group_of_one_saves_and_loads(layout: str, expected: dict[str, str], tmp_path: Path) -> None:
-    assert pool().run(1, layouts.saved, tmp_path, layout) == [expected]
+    assert pool().run(1, layouts.save_run, tmp_path, layout) == [expected]
     [found] = pool().run(1, layouts.loaded, tmp_path, layout)
     assert {key: found[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp1"])
 def test_training_resumes_bit_equal(layout: str, tmp_path: Path) -> None:
-    assert run(2, layouts.trained, tmp_path, layout, True) == run(2, layouts.trained, tmp_path, layout, False)
+    assert run(2, layouts.train, tmp_path, layout, True) == run(2, layouts.train, tmp_path, layout, False)
 
 
 @pytest.mark.parametrize(("layout", "averaged"), [("fsdp2", True), ("fsdp1", False), ("ddp", True)])
 def test_weights_are_restored_without_an_optimizer(layout: str, averaged: bool, tmp_path: Path) -> None:
-    run(3, layouts.saved, tmp_path, "fsdp2")
+    run(3, layouts.save_run, tmp_path, "fsdp2")
     assert run(2, layouts.weights_loaded, tmp_path, layout, averaged) == [True, True]
 
 
 def test_random_states_are_restored_or_derived(tmp_path: Path) -> None:
     """As many processes go on with theirs; others get numbers that are their own, and the same each time."""
-    run(2, layouts.saved, tmp_path, "ddp")
+    run(2, layouts.save_run, tmp_path, "ddp")
 
     def drawn(ranks: int, layout: str) -> list[list[float]]:
         for name in ("again", "next"):
@@ -101,7 +101,7 @@ def test_random_states_are_restored_or_derived(tmp_path: Path) -> None:
 
 
 def test_the_manifest_describes_the_layout(tmp_path: Path) -> None:
-    run(4, layouts.saved, tmp_path, "hsdp")
+    run(4, layouts.save_run, tmp_path, "hsdp")
     [found] = CheckpointStore(tmp_path, keep=1).list()
     assert found.layout == {"processes": 4, "form": "sharded", "meshes": ["replicate 2 x shard 2"]}
     assert found.metric == 0.5 and set(found.versions) == {"cornstarch", "torch", "python"}
@@ -127,7 +127,7 @@ def test_shards_are_those_of_torch(layout: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("saving", "n"), [("fsdp2", 4), ("zero1", 3), ("fsdp1", 2)])
 def test_the_full_form_has_whole_tensors(saving: str, n: int, expected: dict[str, str], tmp_path: Path) -> None:
-    assert run(n, layouts.saved, tmp_path, saving, "full") == [expected] * n
+    assert run(n, layouts.save_run, tmp_path, saving, "full") == [expected] * n
     [found] = CheckpointStore(tmp_path, keep=1).list()
     assert sorted(found.files) == ["data.json", "tensors-00001.safetensors"]
     assert found.layout["form"] == "full" and found.layout["processes"] == n
@@ -137,7 +137,7 @@ def test_the_full_form_has_whole_tensors(saving: str, n: int, expected: dict[str
 @pytest.mark.parametrize("layout", ["fsdp2", "zero1", "fsdp1"])
 def test_the_local_form_loads_in_the_same_layout_only(layout: str, expected: dict[str, str], tmp_path: Path) -> None:
     """It is loaded as it was saved, refused in any other way, and converted."""
-    assert run(3, layouts.saved, tmp_path / "local", layout, "local") == [expected] * 3
+    assert run(3, layouts.save_run, tmp_path / "local", layout, "local") == [expected] * 3
     shutil.rmtree(tmp_path / "local/after")
     for found in run(3, layouts.loaded, tmp_path / "local", layout):
         assert {key: found[key] for key in expected} == expected
@@ -155,7 +155,7 @@ def test_the_local_form_loads_in_the_same_layout_only(layout: str, expected: dic
 
 
 def test_conversion_to_any_form_keeps_the_tensors(expected: dict[str, str], tmp_path: Path) -> None:
-    run(3, layouts.saved, tmp_path / "a", "fsdp1")
+    run(3, layouts.save_run, tmp_path / "a", "fsdp1")
     [first] = CheckpointStore(tmp_path / "a", keep=1).list()
     full = convert_checkpoint(first, tmp_path / "full")
     assert sorted(full.files) == ["data.json", "tensors-00001.safetensors"] and full.form == "full"
@@ -181,7 +181,7 @@ def test_conversion_to_any_form_keeps_the_tensors(expected: dict[str, str], tmp_
 
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp2", 2), ("fsdp1", 3), ("tp", 4)])
 def test_another_model_is_refused(layout: str, ranks: int, tmp_path: Path) -> None:
-    run(2, layouts.saved, tmp_path, "fsdp2")
+    run(2, layouts.save_run, tmp_path, "fsdp2")
     for message in run(ranks, layouts.refusal, layouts.with_other_frozen_values, tmp_path, layout):
         assert "1 difference(s)" in message and "frozen.weight is frozen and was not saved, and has other" in message
 
@@ -229,7 +229,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
 def test_all_ranks_use_the_older_checkpoint(damage: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
     run(2, numbered.save_steps, tmp_path, [1, 2])
     damage(tmp_path / "step_00000002")
-    found = run(3, numbered.found_steps, tmp_path)
+    found = run(3, numbered.find_steps, tmp_path)
     assert [step for step, _ in found] == [1, 1, 1] and found[0] == found[1] == found[2]
     [problem] = found[0][1]
     assert told in problem and "step_00000002" in problem
@@ -237,7 +237,7 @@ def test_all_ranks_use_the_older_checkpoint(damage: Callable[[Path], Any], told:
 
 def test_damage_on_one_rank_makes_all_use_the_older_checkpoint(tmp_path: Path) -> None:
     run(2, numbered.save_steps, tmp_path, [1, 2])
-    found = run(3, numbered.found_steps, tmp_path, 2)
+    found = run(3, numbered.find_steps, tmp_path, 2)
     assert [step for step, _ in found] == [1, 1, 1]
     assert found[0] == found[1] and "Rank 2" in found[0][1][0]
 

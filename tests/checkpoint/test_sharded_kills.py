@@ -50,7 +50,7 @@ def _save_without_end(rank: int, folder: Path, meeting: Path, told: Path, first:
         os._exit(7 if not wait else 1)  # noticed by training first
 
 
-def _killed(folder: Path, round_: int, chance: random.Random, wait: bool) -> tuple[int, bool]:
+def _kill(folder: Path, round_: int, chance: random.Random, wait: bool) -> tuple[int, bool]:
     """Start two, kill one of them, and return the last step that was told and whether the other one ended by itself.
 
     In every second round they are in the midst of a save, however fast or slowly they go.
@@ -92,6 +92,6 @@ def test_kills_at_random_moments_lose_no_checkpoint(kills: int, wait: bool, tmp_
     chance = random.Random(0)
     folder = tmp_path / "run"
     for round_ in range(kills):
-        told, ended = _killed(folder, round_, chance, wait)
+        told, ended = _kill(folder, round_, chance, wait)
         assert ended, "the other process must notice"
         assert numbered.step_told_by(folder) in (told, told + 1)

@@ -163,7 +163,7 @@ def test_shards_are_copied_in_memory() -> None:
 # ---------------------------------------------------------------------------------------------------- putting together
 
 
-def described(tensors: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+def describe_checkpoint(tensors: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     return describe_save(1, tensors, data, None, "sharded")
 
 
@@ -171,9 +171,9 @@ def test_the_lowest_rank_writes_a_replicated_shard() -> None:
     half = cut_in_two(torch.arange(6.0).reshape(2, 3), 4)
     found = assign_writers(
         [
-            described({"same": torch.ones(2), "cut": half[0]}, {}),
-            described({"same": torch.ones(2), "cut": half[1], "mine": torch.ones(3)}, {}),
-            described({"cut": half[1], "mine": torch.ones(3)}, {}),
+            describe_checkpoint({"same": torch.ones(2), "cut": half[0]}, {}),
+            describe_checkpoint({"same": torch.ones(2), "cut": half[1], "mine": torch.ones(3)}, {}),
+            describe_checkpoint({"cut": half[1], "mine": torch.ones(3)}, {}),
         ]
     )
     assert {name: [part[0] for part in entry["parts"]] for name, entry in found.items()} == {
@@ -183,22 +183,22 @@ def test_the_lowest_rank_writes_a_replicated_shard() -> None:
 
 def test_tensors_that_differ_between_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"w is F32 \[3\] on rank 1, but F32 \[2\] on a lower one"):
-        assign_writers([described({"w": torch.ones(2)}, {}), described({"w": torch.ones(3)}, {})])
+        assign_writers([describe_checkpoint({"w": torch.ones(2)}, {}), describe_checkpoint({"w": torch.ones(3)}, {})])
     with pytest.raises(ConfigError, match=r"w \[2, 3\] cannot be saved: the parts that the 2 processes have"):
         half = cut_in_two(torch.arange(6.0).reshape(2, 3), 4)
-        assign_writers([described({"w": half[0]}, {}), described({"w": half[0]}, {})])
+        assign_writers([describe_checkpoint({"w": half[0]}, {}), describe_checkpoint({"w": half[0]}, {})])
 
 
 def test_data_of_all_ranks_is_merged() -> None:
     nan = float("nan")
     first = {"a": {"x": 1, "y": [1, {"z": nan}]}, "per_rank": {"seen": 3}}
     second = {"a": {"x": 1, "w": None, "y": [1, {"z": nan}]}, "b": 2, "per_rank": {"seen": 4}}
-    joined = merge_data([described({}, first), described({}, second)])
+    joined = merge_data([describe_checkpoint({}, first), describe_checkpoint({}, second)])
     assert str(joined) == str(
         {"a": {"x": 1, "y": [1, {"z": nan}], "w": None}, "b": 2, "per_rank": {"0": {"seen": 3}, "1": {"seen": 4}}}
     )
     with pytest.raises(ConfigError, match=r"data.a.x is 1 on rank 0, 2 on rank 1. What differs belongs under .*per_ra"):
-        merge_data([described({}, first), described({}, {"a": {"x": 2}})])
+        merge_data([describe_checkpoint({}, first), describe_checkpoint({}, {"a": {"x": 2}})])
 
 
 # ---------------------------------------------------------------------------------------------------- fingerprints

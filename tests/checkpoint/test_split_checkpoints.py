@@ -12,7 +12,7 @@ import pytest
 
 from cornstarch.checkpoint import CheckpointStore, state_hash
 from tests.models import local_processors
-from tests.parity.cell import made
+from tests.parity.cell import make_trainer
 from tests.parity.pool import pool
 from tests.parity.rows import ROWS
 from tests.parity.samples import alike
@@ -75,11 +75,11 @@ PAIRS = [
 ]
 
 
-def saved(row: str, parallel: Mapping[str, Any], steps: int, tokenizer: str, folder: str) -> list[float]:
+def save_run(row: str, parallel: Mapping[str, Any], steps: int, tokenizer: str, folder: str) -> list[float]:
     """Train to a step, from the checkpoint that is there, save, and return this process's losses."""
     samples = alike(ROWS[row].make, STEPS * BATCH)
     loop = {"steps": STEPS, "batch_size": BATCH, "ema": 0.5}
-    trainer = made(row, samples, loop, parallel, tokenizer, folder, allow_changes=True)
+    trainer = make_trainer(row, samples, loop, parallel, tokenizer, folder, allow_changes=True)
     trainer.watching = False
     losses = []
     if trainer.position.step < steps:
@@ -102,7 +102,7 @@ def run(row: str, layout: str, steps: int, folder: Path) -> list[list[float]]:
     """Train to a step in a layout, from the checkpoint that is there; return the losses of each process."""
     pool().renew()  # torch remembers meshes of an earlier job
     ranks, parallel = LAYOUTS[layout]
-    return pool().run(ranks, saved, row, parallel, steps, str(folder.parent / "tokenizer"), str(folder))
+    return pool().run(ranks, save_run, row, parallel, steps, str(folder.parent / "tokenizer"), str(folder))
 
 
 Begun = Callable[[str, str, int], tuple[Path, list[list[float]]]]

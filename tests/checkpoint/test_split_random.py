@@ -16,7 +16,7 @@ from tests.trainer.tiny import tiny_config
 TP = "parallel.modules.model.tp=2"
 
 
-def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list[float], bool]:
+def train_run(folder: str, output: str, until: int, *overrides: str) -> tuple[list[float], bool]:
     """Train to a step and save; return the losses of all processes, and whether they draw the same numbers now."""
     config = tiny_config(Path(folder), f"output={output}", *overrides)
     trainer = Trainer(config, console=Console(file=io.StringIO()), allow_changes=True)
@@ -33,8 +33,8 @@ def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list
 
 
 def run(*arguments: object) -> list[tuple[list[float], bool]]:
-    pool().close()  # torch remembers meshes of an earlier job
-    return pool().run(2, trained, *arguments)
+    pool().renew()  # torch remembers meshes of an earlier job
+    return pool().run(2, train_run, *arguments)
 
 
 def test_a_run_with_dropout_resumes_bit_equal(tmp_path: Path) -> None:

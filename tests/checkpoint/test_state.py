@@ -20,7 +20,7 @@ from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.checkpoint.state import capture, restore, restore_weights
 from cornstarch.checkpoint.state_values import random_state, restore_random_state
 from cornstarch.errors import ConfigError
-from tests.models.small import composed, llama, ragged
+from tests.models.small import compose_model, llama, ragged
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -44,28 +44,28 @@ class Net(nn.Module):
         return self.head(self.body(self.frozen(x)))
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def list_trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    matrices = [p for p in trained(model) if p.dim() > 1]
-    rest = [p for p in trained(model) if p.dim() < 2]
+    matrices = [p for p in list_trained(model) if p.dim() > 1]
+    rest = [p for p in list_trained(model) if p.dim() < 2]
     return torch.optim.AdamW([{"params": matrices, "lr": 0.1, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": two_groups,
-    "adamw, one by one": lambda m: torch.optim.AdamW(trained(m), lr=0.1, foreach=False),
-    "adamw, fused": lambda m: torch.optim.AdamW(trained(m), lr=0.1, fused=True),
-    "adamw, amsgrad": lambda m: torch.optim.AdamW(trained(m), lr=0.1, amsgrad=True),
-    "adamw, rate in a tensor": lambda m: torch.optim.AdamW(trained(m), lr=torch.tensor(0.1), foreach=False),
+    "adamw, one by one": lambda m: torch.optim.AdamW(list_trained(m), lr=0.1, foreach=False),
+    "adamw, fused": lambda m: torch.optim.AdamW(list_trained(m), lr=0.1, fused=True),
+    "adamw, amsgrad": lambda m: torch.optim.AdamW(list_trained(m), lr=0.1, amsgrad=True),
+    "adamw, rate in a tensor": lambda m: torch.optim.AdamW(list_trained(m), lr=torch.tensor(0.1), foreach=False),
     "adamw, named": lambda m: torch.optim.AdamW([(n, p) for n, p in m.named_parameters() if p.requires_grad], lr=0.1),
     "adamw, also frozen": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
-    "sgd": lambda m: torch.optim.SGD(trained(m), lr=0.1),
-    "sgd with momentum": lambda m: torch.optim.SGD(trained(m), lr=0.1, momentum=0.9, nesterov=True),
-    "adafactor": lambda m: torch.optim.Adafactor(trained(m), lr=0.1),
-    "lbfgs": lambda m: torch.optim.LBFGS(trained(m), lr=0.1, max_iter=2),
+    "sgd": lambda m: torch.optim.SGD(list_trained(m), lr=0.1),
+    "sgd with momentum": lambda m: torch.optim.SGD(list_trained(m), lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda m: torch.optim.Adafactor(list_trained(m), lr=0.1),
+    "lbfgs": lambda m: torch.optim.LBFGS(list_trained(m), lr=0.1, max_iter=2),
 }
 
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make: MakeOptimizer, dtype: 
     resumed = Net(seed=0, dtype=dtype)
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
     with torch.no_grad():
-        for p in trained(resumed):
+        for p in list_trained(resumed):
             p.fill_(7)
     resumed_optimizer = make(resumed)
     resumed_ema = {name: torch.zeros_like(average) for name, average in ema.items()}
@@ -148,12 +148,12 @@ def test_a_multimodal_model_resumes_bit_equal(tmp_path: Path) -> None:
     """A frozen vision encoder, a trained audio encoder, attention dropout in the language model."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = composed()
+        model = compose_model()
         model.language_model.config.attention_dropout = 0.2
         for layer in model.language_model.model.layers:
             layer.self_attn.attention_dropout = 0.2
         model.train(encoders_mode={"vision": (False, True), "audio": (True, True)}, llm_mode=True)
-        return model, torch.optim.AdamW(trained(model), lr=1e-3)
+        return model, torch.optim.AdamW(list_trained(model), lr=1e-3)
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         losses = []
@@ -184,7 +184,7 @@ def test_adapters_only_are_saved(tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
         model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2))
-        return model, torch.optim.AdamW(trained(model), lr=1e-2)
+        return model, torch.optim.AdamW(list_trained(model), lr=1e-2)
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         for _ in range(2):
@@ -212,7 +212,7 @@ def test_adapters_only_are_saved(tmp_path: Path) -> None:
 def test_a_run_on_a_gpu_resumes_bit_equal(fused: bool, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net().cuda()
-        return model, torch.optim.AdamW(trained(model), lr=0.1, fused=fused)
+        return model, torch.optim.AdamW(list_trained(model), lr=0.1, fused=fused)
 
     model, optimizer = build()
     train(model, optimizer, 3)
@@ -223,10 +223,10 @@ def test_a_run_on_a_gpu_resumes_bit_equal(fused: bool, tmp_path: Path) -> None:
     with found.tensors() as stored:
         restore(stored, found.data(), resumed, resumed_optimizer)
         losses = train(resumed, resumed_optimizer, 3)
-        restore(stored, found.data(), on_cpu, torch.optim.AdamW(trained(on_cpu), lr=0.1))
+        restore(stored, found.data(), on_cpu, torch.optim.AdamW(list_trained(on_cpu), lr=0.1))
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     same(resumed, model)
-    for p, q in zip(trained(resumed), trained(model), strict=True):
+    for p, q in zip(list_trained(resumed), list_trained(model), strict=True):
         places = [
             {key: value.device for key, value in one.state[r].items()}
             for one, r in ((resumed_optimizer, p), (optimizer, q))
@@ -340,8 +340,8 @@ def test_wrappers_do_not_change_names(wrap: Callable[[nn.Module], nn.Module]) ->
     expected = list(named_parameters(plain))
     wrapped = wrap(model)
     assert list(named_parameters(wrapped)) == expected
-    tensors, data = capture(wrapped, torch.optim.SGD(trained(wrapped), lr=0.1))
-    restore(tensors, data, plain, torch.optim.SGD(trained(plain), lr=0.1))
+    tensors, data = capture(wrapped, torch.optim.SGD(list_trained(wrapped), lr=0.1))
+    restore(tensors, data, plain, torch.optim.SGD(list_trained(plain), lr=0.1))
 
 
 def test_a_child_called_module_keeps_its_name() -> None:
@@ -461,11 +461,11 @@ def changed(change: Callable[[Net], Any]) -> Callable[[], Net]:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(trained(model), lr=0.1)
+    return torch.optim.SGD(list_trained(model), lr=0.1)
 
 
 def one_group(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(trained(model), lr=0.1)
+    return torch.optim.AdamW(list_trained(model), lr=0.1)
 
 
 def without_bias(model: nn.Module) -> torch.optim.Optimizer:
@@ -473,7 +473,7 @@ def without_bias(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def of_another(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([*trained(model), nn.Parameter(torch.ones(5))], lr=0.1)
+    return torch.optim.AdamW([*list_trained(model), nn.Parameter(torch.ones(5))], lr=0.1)
 
 
 MISFITS: list[tuple[str, Callable[[], nn.Module], MakeOptimizer, dict[str, Any], str]] = [

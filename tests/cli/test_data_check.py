@@ -91,7 +91,7 @@ def write(name: str, *rows: dict[str, Any]) -> str:
     return name
 
 
-def described(model: dict[str, Any], rows: str, **data: Any) -> str:
+def describe_run(model: dict[str, Any], rows: str, **data: Any) -> str:
     Path("run.yaml").write_text(json.dumps({"model": model, "data": {"train": rows, "skip_limit": 0.5, **data}}))
     return "run.yaml"
 
@@ -108,7 +108,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_seq2seq_targets_are_marked(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", {"source": "a cat is loud", "target": "cat"}, {"source": "a", "target": ""})
-    code, said = checked(capsys, described({"whole": {"config": T5, "tokenizer": here}}, rows))
+    code, said = checked(capsys, describe_run({"whole": {"config": T5, "tokenizer": here}}, rows))
     assert code == 0 and "Lengths in tokens" in said
     assert "<s> a cat is loud </s> → ⟦<s> cat </s>⟧" in said
     assert "d.jsonl:2: `target` is empty" in said
@@ -117,7 +117,7 @@ def test_seq2seq_targets_are_marked(here: str, capsys: pytest.CaptureFixture[str
 
 def test_masked_tokens_are_marked(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", {"text": "one two three four five six"})
-    code, said = checked(capsys, described({"whole": {"config": BERT, "tokenizer": here}}, rows))
+    code, said = checked(capsys, describe_run({"whole": {"config": BERT, "tokenizer": here}}, rows))
     assert code == 0
     shown = next(line for line in said.splitlines() if "three" in line)
     hidden = re.findall("⟦(.*?)⟧", shown)
@@ -127,25 +127,25 @@ def test_masked_tokens_are_marked(here: str, capsys: pytest.CaptureFixture[str])
 
 def test_labels_of_texts_and_images(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", {"text": "a cat", "label": "good"}, {"text": "it is loud", "label": "bad"}, {"text": "a"})
-    code, said = checked(capsys, described({"whole": {"config": BERT, "tokenizer": here}}, rows))
+    code, said = checked(capsys, describe_run({"whole": {"config": BERT, "tokenizer": here}}, rows))
     assert code == 0
     assert "<s> a cat </s> → ⟦good⟧" in said and "<s> it is loud </s> → ⟦bad⟧" in said and "d.jsonl:3: has the" in said
     images = write("i.jsonl", *({"image": f"{n}.png", "label": n % 2} for n in range(3)))
     vit = {"whole": {"config": VIT, "processor_config": VIT_PROCESSOR}}
-    code, said = checked(capsys, described(vit, images))
+    code, said = checked(capsys, describe_run(vit, images))
     assert code == 0 and "Lengths in images" in said and "3 image" in said and "<image> → ⟦1⟧" in said
     vit = {"whole": {"config": VIT, "processor_config": {**VIT_PROCESSOR, "do_resize": False}}}
-    code, said = checked(capsys, described(vit, images))
+    code, said = checked(capsys, describe_run(vit, images))
     assert code == 2 and "of i.jsonl:3 [3, 24, 24] once they are processed" in said  # a batch would stop the run
 
 
 def test_rows_of_a_factory_model_are_stacked_or_refused(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     factory = {"factory": {"function": "tests.tasks.small_factory:convolution_with_loss"}}
     images = write("i.jsonl", *({"image": f"{n}.png", "label": n, "note": "x" * 99} for n in range(3)))
-    code, said = checked(capsys, described(factory, images))
+    code, said = checked(capsys, describe_run(factory, images))
     assert code == 2 and "[3, 20, 20] in i.jsonl:1 and [3, 24, 24] in i.jsonl:3: they cannot be stacked" in said
     factory["factory"]["collate"] = "tests.tasks.small_factory:with_noise"
-    code, said = checked(capsys, described(factory, images))
+    code, said = checked(capsys, describe_run(factory, images))
     assert code == 0 and "3 image" in said and "label: 2" in said and f"note: {'x' * 60}…" in said
 
 
@@ -154,13 +154,13 @@ def test_a_saved_causal_model_is_checked(here: str, capsys: pytest.CaptureFixtur
     rows = write(
         "d.jsonl", {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a cat"}]}
     )
-    code, said = checked(capsys, described({"whole": {"path": "./llama", "tokenizer": here}}, rows))
+    code, said = checked(capsys, describe_run({"whole": {"path": "./llama", "tokenizer": here}}, rows))
     assert code == 0 and "⟦a cat </s>⟧" in said.replace("cat</s>", "cat </s>")
 
 
 def test_too_long_samples_are_listed_where_a_run_would_stop(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", *({"text": "a cat " * n} for n in (1, 9, 2, 8)))
-    config = described({"whole": {"config": BERT, "tokenizer": here}}, rows, max_length=8, too_long="error")
+    config = describe_run({"whole": {"config": BERT, "tokenizer": here}}, rows, max_length=8, too_long="error")
     code, said = checked(capsys, config)
     assert code == 2
     assert "d.jsonl:2: has 20 tokens, max_length is 8" in said and "d.jsonl:4: has 18 tokens" in said
@@ -169,7 +169,7 @@ def test_too_long_samples_are_listed_where_a_run_would_stop(here: str, capsys: p
 
 
 def test_a_model_made_in_python_needs_rows(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = described({"given": "Net"}, write("d.jsonl", {"text": "a"}))
+    config = describe_run({"given": "Net"}, write("d.jsonl", {"text": "a"}))
     code, said = checked(capsys, config)
     assert code == 2 and "--rows" in said
     assert checked(capsys, config, "--rows")[0] == 0

@@ -15,16 +15,16 @@ from tests.trainer.tiny import losses, tiny_config
 
 STILL = ("model.encoders.vision.config.attention_dropout=0.0", "model.language_model.config.attention_dropout=0.0")
 TRAIN = ("train", "run.yaml")
-EPOCHS, SAMPLES, BATCH = 20, 24, 12
+EPOCHS, SAMPLES, BATCH = 10, 24, 12
 
 
 def write_run(folder: Path, pause: float) -> None:
-    """Write a run of 40 steps, on 24 samples in 20 epochs."""
+    """Write a run of 20 steps, on 24 samples in 10 epochs."""
     tiny_config(folder)
     arguments = {"path": str(folder / "train.json"), "folder": str(folder), "pause": pause}
     source = {"path": "tests.cli.dying_rows:rows", "arguments": arguments, "media": str(folder), "limit": SAMPLES}
     loop = {"steps": None, "epochs": EPOCHS, "batch_size": BATCH}
-    options = (*STILL, "checkpoint.every=5", "data.workers=0", "logging.progress=none")
+    options = (*STILL, "checkpoint.every=3", "data.workers=0", "logging.progress=none")
     write_config(folder, *options, data={"train": [source]}, loop=loop)
 
 
@@ -32,8 +32,8 @@ def test_four_two_three_four_processes_with_kills(tmp_path: Path) -> None:
     write_run(tmp_path, pause=0.0)
     code, said = start(*TRAIN, "output=fixed", folder=tmp_path, python=warm.interpreter()).ended()
     assert code == 0, said
-    write_run(tmp_path, pause=0.02)
-    orders = {"die_3_0": "4", "scale_0_1": "6 2", "scale_0_2": "16 3", "die_1_3": "22", "scale_0_4": "23 4"}
+    write_run(tmp_path, pause=0.04)
+    orders = {"die_3_0": "2", "scale_0_1": "3 2", "scale_0_2": "7 3", "die_1_3": "10", "scale_0_4": "11 4"}
     for name, text in orders.items():
         (tmp_path / name).write_text(text)
     command = (*TRAIN, "--nproc", "2:4", "--restarts", "5")

@@ -11,6 +11,7 @@ import pytest
 
 from cornstarch.cli.main import COMMANDS, main
 from cornstarch.config.config_file import dump_config
+from tests import warm
 from tests.cli.started import start
 from tests.trainer.tiny import tiny_config
 
@@ -29,7 +30,8 @@ def test_an_imported_module_brings_an_optimizer_a_storage_and_a_launcher(
 ) -> None:
     (tmp_path / "run.yaml").write_text(dump_config(tiny_config(tmp_path, "loop.steps=2")))
     options = ["run.yaml", "optimizer.name=sign_sgd", f"checkpoint.folder=logged://{tmp_path}/kept"]
-    code, said = start(*PARTS, "train", *options, "--nproc", "2", folder=tmp_path, environment=environment).ended()
+    launch = (*PARTS, "train", *options, "--nproc", "2")
+    code, said = start(*launch, folder=tmp_path, environment=environment, python=warm.interpreter()).ended()
     assert code == 0, said
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log[0] == {"launched": 2}

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def expected(run: Path, *content: str | Media, **which: Any) -> str:
+def compute_expected(run: Path, *content: str | Media, **which: Any) -> str:
     """Return what the task itself answers."""
     sample = Sample("asked", (Message("user", content), Message("assistant", ("a cat",))))
     (answer,) = load_run(run, **which).task.answer([sample])
@@ -49,9 +49,9 @@ def test_a_question_about_an_image_is_answered(run: Path, command: Command) -> N
         "generate", run, "what is this <image> now", "--image", photo.source, "--max-tokens", 12
     )
     assert (code, error) == (0, "")
-    assert said.strip() == expected(run, "what is this ", photo, " now") != ""
+    assert said.strip() == compute_expected(run, "what is this ", photo, " now") != ""
     code, said, _ = command("generate", run, "what is it", "--image", photo.source, "--max-tokens", 12)
-    assert (code, said.strip()) == (0, expected(run, photo, "what is it"))
+    assert (code, said.strip()) == (0, compute_expected(run, photo, "what is it"))
 
 
 def test_the_answer_of_a_sample_is_that_of_the_run(run: Path, command: Command) -> None:
@@ -67,13 +67,13 @@ def test_the_answer_of_a_sample_is_that_of_the_run(run: Path, command: Command) 
 def test_a_question_about_a_sound_is_answered(run: Path, command: Command) -> None:
     sound = Media("audio", str(run.parent / "sound.wav"))
     code, said, _ = command("generate", run, "what is <audio>", "--audio", sound.source, "--max-tokens", 11)
-    assert (code, said.strip()) == (0, expected(run, "what is ", sound))
+    assert (code, said.strip()) == (0, compute_expected(run, "what is ", sound))
 
 
 def test_a_checkpoint_can_be_chosen(run: Path, command: Command) -> None:
     for which, value in (("last", "last"), ("best", "best"), ("30", 30)):
         code, said, _ = command("generate", run, "what is it", "--checkpoint", which, "--max-tokens", 12)
-        assert (code, said.strip()) == (0, expected(run, "what is it", which=value))
+        assert (code, said.strip()) == (0, compute_expected(run, "what is it", which=value))
 
 
 def test_sampling_is_random_and_short_answers_are_short(run: Path, command: Command) -> None:
@@ -163,7 +163,7 @@ def test_media_are_placed_at_their_marks_or_in_front(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ other tasks
 
 
-def trained(folder: Path, rows: list[dict[str, Any]], **whole: Any) -> Path:
+def train_run(folder: Path, rows: list[dict[str, Any]], **whole: Any) -> Path:
     """Train a whole model for three steps and return its folder."""
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -183,7 +183,7 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         image(20, 20, number).save(folder / f"{number}.png")
     rows = [{"image": f"{number}.png", "label": ["cat", "dog"][number % 2]} for number in range(4)]
-    return trained(folder, rows, config=VIT, processor_config=VIT_PROCESSOR)
+    return train_run(folder, rows, config=VIT, processor_config=VIT_PROCESSOR)
 
 
 @pytest.mark.parametrize("prompt", [[], ["which is it"]], ids=["no prompt", "a prompt"])
@@ -204,13 +204,13 @@ def test_a_classifier_needs_an_image_and_no_sampling(labels: Path, command: Comm
 def test_text_classifiers_and_seq2seq_answer_and_masked_lm_does_not(tmp_path: Path, command: Command) -> None:
     words = tokenizer_folder(tmp_path)
     rows = [{"text": "it is loud", "label": "bad"}, {"text": "a cat", "label": "good"}] * 2
-    run = trained(tmp_path / "labels", rows, config=BERT, tokenizer=words)
+    run = train_run(tmp_path / "labels", rows, config=BERT, tokenizer=words)
     (label,) = load_run(run).task.answer([Sample("x", fields={"text": "it is loud"})])
     assert command("generate", run, "it is loud")[:2] == (0, f"{label}\n")
-    run = trained(tmp_path / "pairs", [{"source": "a cat", "target": "cat"}] * 4, config=T5, tokenizer=words)
+    run = train_run(tmp_path / "pairs", [{"source": "a cat", "target": "cat"}] * 4, config=T5, tokenizer=words)
     (target,) = load_run(run).task.answer([Sample("x", fields={"source": "a cat"})])
     assert command("generate", run, "a cat")[:2] == (0, f"{target}\n")
-    run = trained(tmp_path / "hidden", [{"text": "it is loud"}] * 4, config=BERT, tokenizer=words)
+    run = train_run(tmp_path / "hidden", [{"text": "it is loud"}] * 4, config=BERT, tokenizer=words)
     code, _, error = command("generate", run, "it is loud")
     assert code == 2 and "A model trained for masked-lm gives no answers." in error
 

@@ -52,7 +52,7 @@ def copied(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
-def refused(ended: list[tuple[int, str]]) -> str:
+def collect_refusal(ended: list[tuple[int, str]]) -> str:
     """Return what all processes say, who end with 2 and without a traceback."""
     assert [code for code, _ in ended] == [2] * len(ended), ended
     assert all("Traceback" not in text for _, text in ended), ended
@@ -90,7 +90,7 @@ def test_one_process_generates_from_a_sharded_run(copied: Path, command: Command
 def test_a_run_resumes_as_another_kind(copied: Path, tmp_path: Path) -> None:
     more = [*TRAIN, "loop.steps=7"]
     as_zero2 = [*more, "parallel.data.kind=zero2"]
-    said = refused(together(*as_zero2, folder=copied))
+    said = collect_refusal(together(*as_zero2, folder=copied))
     assert 'parallel.data.kind: "fsdp1" → "zero2"' in said and "--allow-changes" in said
     shutil.copytree(copied / "run", copied / "other")
     assert [code for code, _ in together(*as_zero2, "--allow-changes", folder=copied)] == [0, 0]
@@ -118,13 +118,13 @@ def test_a_damaged_shard_is_refused_on_all_ranks(copied: Path, damage: Callable[
     assert "A damaged checkpoint is passed over" in said and told in said and "resumes after step 3" in said
     for file in (copied / "run/checkpoints").glob("step_*/rank-0001-*"):
         damage(file)
-    said = refused(together(*TRAIN, folder=copied))
+    said = collect_refusal(together(*TRAIN, folder=copied))
     assert "None of the checkpoints" in said and told in said and "Restore one from a copy" in said
 
 
 def test_a_checkpoint_of_another_model_is_refused(copied: Path) -> None:
     larger = ["model.language_model.config.intermediate_size=24", "--allow-changes"]
-    said = refused(together(*TRAIN, *larger, folder=copied))
+    said = collect_refusal(together(*TRAIN, *larger, folder=copied))
     assert "language_model" in said and "mlp" in said and "16" in said and "24" in said
 
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_another_model_is_refused(copied: Path) -> None:
 
 def test_ranks_with_different_configs_are_refused(copied: Path) -> None:
     before = sorted((copied / "run").rglob("*"))
-    said = refused(together(*TRAIN, folder=copied, second=("optimizer.learning_rate=0.5",)))
+    said = collect_refusal(together(*TRAIN, folder=copied, second=("optimizer.learning_rate=0.5",)))
     assert "optimizer.learning_rate: 0.01 on rank 0; 0.5 on rank 1" in said
     assert "same config file and the same command" in said
     assert sorted((copied / "run").rglob("*")) == before
@@ -144,7 +144,7 @@ def test_ranks_with_different_versions_are_refused(copied: Path) -> None:
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.0.1\n")
     environment = {"PYTHONPATH": str(installed.parent)}
-    said = refused(together(*TRAIN, folder=copied, second_environment=environment))
+    said = collect_refusal(together(*TRAIN, folder=copied, second_environment=environment))
     assert "version of transformers:" in said and "5.0.1 on rank 1" in said
     assert "Install the same versions on every machine." in said
 
@@ -154,13 +154,13 @@ def test_a_port_in_use_is_refused(copied: Path) -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        said = refused([start(*TRAIN, folder=copied, environment=variables(0, 2, port)).ended()])
+        said = collect_refusal([start(*TRAIN, folder=copied, environment=variables(0, 2, port)).ended()])
     assert f"Port {port} of {socket.gethostname()} is in use" in said and "--master-port" in said
 
 
 def test_unsupported_options_are_refused(copied: Path) -> None:
     new = [*TRAIN[:2], "output=new"]
-    said = refused(together(*new, "parallel.data.kind=fsdp1", "parallel.data.offload=true", folder=copied))
+    said = collect_refusal(together(*new, "parallel.data.kind=fsdp1", "parallel.data.offload=true", folder=copied))
     assert "parallel.data.offload = true" in said and "use fsdp2" in said
 
 

@@ -224,7 +224,7 @@ def test_attention_sees_documents_spans_and_padding() -> None:
 
 
 def test_parts_of_a_composed_model() -> None:
-    model, batch = small.composed(), small.ragged()
+    model, batch = small.compose_model(), small.ragged()
     model.train(encoders_mode={"vision": (False, True), "audio": (True, True)}, llm_mode=False)
     parts = FlopCounter(model).step(batch).parts
     assert list(parts) == [
@@ -243,7 +243,7 @@ def test_parts_of_a_composed_model() -> None:
 
 
 def test_without_images_nothing_is_trained_through_a_frozen_language_model() -> None:
-    model = small.composed()
+    model = small.compose_model()
     model.train(encoders_mode={"vision": (False, True), "audio": (False, True)}, llm_mode=False)
     text_only = {name: small.ragged()[name][2:3] for name in ("input_ids", "attention_mask", "labels")}
     found = FlopCounter(model).step(text_only)
@@ -431,7 +431,7 @@ def measure_seconds(work: Callable[[], Any]) -> float:
 
 
 def test_cached_features_need_only_the_projector() -> None:
-    model, batch = small.composed(), small.ragged()
+    model, batch = small.compose_model(), small.ragged()
     model.train(encoders_mode={"vision": (False, True), "audio": (False, True)}, llm_mode=True)
     counter = FlopCounter(model)
     fresh = counter.step(batch)

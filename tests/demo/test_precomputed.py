@@ -44,7 +44,7 @@ def whisper() -> torch.nn.Module:
     return WhisperModel(WhisperConfig(**sizes)).get_encoder()
 
 
-def composed() -> tuple[MultimodalProcessor, MultimodalModel]:
+def compose_model() -> tuple[MultimodalProcessor, MultimodalModel]:
     model = MultimodalModel({"audio": whisper()}, LANGUAGE_MODELS["llama"].build()).eval()
     return MultimodalProcessor({"audio": extractor()}, tokenizer(), model), model
 
@@ -136,7 +136,7 @@ def test_extractor_survives_saving_and_loading(tmp_path: Path) -> None:
 
 
 def test_extractor_works_with_processor_and_model(tmp_path: Path) -> None:
-    processor, model = composed()
+    processor, model = compose_model()
     sounds = [noise(5, seed=1), noise(8, seed=2), noise(1, seed=3)]
     texts = ["a <audio> and <audio>", "the <audio>"]
     batch = processor(text=texts, audio=sounds, padding=True, return_tensors="pt")
@@ -178,7 +178,7 @@ def asked(source: Any) -> Sample:
 
 
 def test_samples_may_have_features(tmp_path: Path) -> None:
-    processor, model = composed()
+    processor, model = compose_model()
     collator = ChatCollator(processor, data_config("unused"))
     features = noise(5)
     np.save(tmp_path / "sound.npy", features)
@@ -192,7 +192,7 @@ def test_samples_may_have_features(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("too_long", ["skip", "cut"])
 def test_too_many_frames_are_rejected(too_long: str) -> None:
-    processor, _ = composed()
+    processor, _ = compose_model()
     collator = ChatCollator(processor, data_config("unused", too_long=too_long))
     features = noise(FRAMES + 1)
     if too_long == "skip":
@@ -204,7 +204,7 @@ def test_too_many_frames_are_rejected(too_long: str) -> None:
 
 
 def test_waves_and_features_are_distinguished(tmp_path: Path) -> None:
-    processor, _ = composed()
+    processor, _ = compose_model()
     for_features = ChatCollator(processor, data_config("unused"))
     for_waves = ChatCollator(processor_for(audio="whisper")[0], data_config("unused"))
     (tmp_path / "sound.wav").write_bytes(wav(tone()))

@@ -30,7 +30,7 @@ def small_on_cpu() -> Iterator[None]:
         yield
 
 
-def trained(folder: str, output: str, *overrides: str) -> dict[str, Any]:
+def train_run(folder: str, output: str, *overrides: str) -> dict[str, Any]:
     """Train in bf16; return the losses of the steps over all processes, what was in 8 bits, and what was told."""
     config = tiny_config(Path(folder), f"output={output}", "precision=bf16", *NO_DROPOUT, *overrides)
     with small_on_cpu():

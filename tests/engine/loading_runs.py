@@ -28,7 +28,7 @@ from tests import zoo
 from tests.models import local_processors
 from tests.parallel.tensor.loading_work import MemoryPeak, counted_reads, differences
 from tests.parity.pool import Pool
-from tests.trainer.tiny import merged, quiet, trainer_of, write_data
+from tests.trainer.tiny import merge, quiet, trainer_of, write_data
 
 
 def store_parts(folder: Path, language_model: str = "llama", encoder: str = "clip") -> None:
@@ -39,7 +39,7 @@ def store_parts(folder: Path, language_model: str = "llama", encoder: str = "cli
     write_data(folder, 12)
 
 
-def described(folder: Path, language_model: str = "llama", encoder: str = "clip", **sections: Any) -> dict[str, Any]:
+def describe_run(folder: Path, language_model: str = "llama", encoder: str = "clip", **sections: Any) -> dict[str, Any]:
     """Return the description of a run of a few steps with these."""
     base = {
         "device": "cpu",
@@ -65,12 +65,12 @@ def described(folder: Path, language_model: str = "llama", encoder: str = "clip"
         "loop": {"steps": 3, "batch_size": 4},
         "logging": {"progress": "none", "samples": 0},
     }
-    return merged(base, sections)
+    return merge(base, sections)
 
 
-def trained(described: dict[str, Any], output: str, by_slice: bool = True) -> dict[str, Any]:
+def train_run(described: dict[str, Any], output: str, by_slice: bool = True) -> dict[str, Any]:
     """Do the steps of a run; return what they came to, and what was read by slice, unless that is not to be."""
-    described = merged(described, {"output": output, "parallel": {"verify": "never"}})
+    described = merge(described, {"output": output, "parallel": {"verify": "never"}})
     reads_whole = mock.patch("cornstarch.engine.sharded_loading.build_tensor_sharder", lambda *arguments: None)
     cuts = nullcontext() if by_slice else reads_whole
     with counted_reads() as reads, cuts:
@@ -104,13 +104,13 @@ class Alone:
         if not folder.exists():
             folder.mkdir()
             self._store(folder, language_model)
-        run = described(folder, language_model, **sections)
+        run = describe_run(folder, language_model, **sections)
         key = json.dumps(run, sort_keys=True)
         if key not in self._outcomes:
-            self._workers.close()  # torch remembers meshes of groups that have ended
+            self._workers.renew()  # torch remembers meshes of groups that have ended
             output = str(folder / f"alone {len(self._outcomes)}")
-            (self._outcomes[key],) = self._workers.run(1, trained, run, output)
-            self._workers.close()
+            (self._outcomes[key],) = self._workers.run(1, train_run, run, output)
+            self._workers.renew()
         return run, self._outcomes[key]
 
 
@@ -120,10 +120,10 @@ def farthest(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> f
     return max(float(np.abs(found[name] - expected[name]).max()) for name in found)
 
 
-def made_ready(runs: list[dict[str, Any]], output: str) -> int:
+def make_ready(runs: list[dict[str, Any]], output: str) -> int:
     """Make a run ready, after a small one has imported everything; return the most memory that it took."""
     small, large = (
-        merged(run, {"output": f"{output} {number}", "parallel": {"verify": "never"}})
+        merge(run, {"output": f"{output} {number}", "parallel": {"verify": "never"}})
         for number, run in enumerate(runs)
     )
     trainer_of(load_config(None, base=small)).setup()
@@ -152,7 +152,7 @@ def built(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def refused(run: dict[str, Any], output: str) -> str:
+def collect_refusal(run: dict[str, Any], output: str) -> str:
     """Make a run ready that cannot be; return what is said."""
     try:
         trainer_of(load_config(None, base={**run, "output": output})).setup()
@@ -161,7 +161,7 @@ def refused(run: dict[str, Any], output: str) -> str:
     return "not refused"
 
 
-def held_by_stage(run: dict[str, Any], output: str) -> dict[str, int]:
+def measure_held_by_stage(run: dict[str, Any], output: str) -> dict[str, int]:
     """Make a run ready whose model is made whole; return the bytes of its parameters before and after it is cut."""
     found: dict[str, int] = {}
 
@@ -187,7 +187,7 @@ def _bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
 
 
-def made_anew(name: str) -> dict[str, Any]:
+def make_anew(name: str) -> dict[str, Any]:
     """Make a model with random weights, a half of whose layers are in this process; compare with all of it."""
     kind = type(zoo.LANGUAGE_MODELS[name].build())
     config = zoo.LANGUAGE_MODELS[name].build().config
@@ -219,9 +219,9 @@ def made_anew(name: str) -> dict[str, Any]:
     }
 
 
-def resumed(run: dict[str, Any], output: str) -> dict[str, Any]:
+def resume(run: dict[str, Any], output: str) -> dict[str, Any]:
     """Do two steps of a run, and the rest of it in a new trainer."""
-    run = merged(run, {"output": output})
+    run = merge(run, {"output": output})
     first = trainer_of(load_config(None, base=run))
     first.setup()
     for batch in first.batches():
@@ -229,5 +229,5 @@ def resumed(run: dict[str, Any], output: str) -> dict[str, Any]:
             break
     first.save()
     first.close()
-    found = trained(run, output)
+    found = train_run(run, output)
     return {**found, "begins_at": 3 - len(found["losses"])}

@@ -17,7 +17,7 @@ from tests import zoo
 CPU = torch.device("cpu")
 
 
-def composed() -> MultimodalModel:
+def compose_model() -> MultimodalModel:
     return MultimodalModel(
         encoders={"vision": ModalEncoderModule(zoo.ENCODERS["clip"].build())},
         language_model=zoo.LANGUAGE_MODELS["llama"].build(),
@@ -25,14 +25,14 @@ def composed() -> MultimodalModel:
 
 
 def test_on_a_cpu_nothing_is_compiled_by_itself() -> None:
-    model = composed()
+    model = compose_model()
     speed = accelerate_model(model, CPU)
     assert speed.compiled == {} and speed.fused_loss and not speed.notes
     assert isinstance(model.language_model.loss_function, FusedCausalLMLoss)
 
 
 def test_layers_of_every_part_are_compiled_on_request() -> None:
-    model = composed()
+    model = compose_model()
     names = list(model.state_dict())
     speed = accelerate_model(model, CPU, "layers")
     assert speed.compiled == {"vision": zoo.LAYERS, "language_model": zoo.LAYERS}
@@ -48,9 +48,9 @@ def test_parts_whose_backward_pass_is_taken_apart_are_left_with_the_reason() -> 
     for sizes in ({"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2, "cp_mode": "all_to_all"}):
         assert find_uncompiled_modules(Plan(modules={"model": ModulePlan(**sizes)}), ranks=4) == {}
     with pytest.raises(ConfigError, match=r"vision cannot be compiled: .*Use compile: auto"):
-        accelerate_model(composed(), CPU, "layers", whole=whole)
+        accelerate_model(compose_model(), CPU, "layers", whole=whole)
     told: list[str] = []
-    model = composed()
+    model = compose_model()
     accelerate_model(
         model, torch.device("cuda") if torch.cuda.is_available() else CPU, "auto", whole=whole, log=told.append
     )

@@ -156,7 +156,7 @@ def test_it_says_where_memory_ran_out(when: str, place: str) -> None:
 
 
 def test_it_names_the_part_and_the_layer() -> None:
-    model: Any = small.composed()
+    model: Any = small.compose_model()
 
     layer = model.encoders["vision"].module.get_submodule("encoder.layers.1.mlp")
     layer.forward = lambda x: x + torch.empty(2**50)

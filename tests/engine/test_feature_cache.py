@@ -28,7 +28,7 @@ from cornstarch.tasks.conversation import ConversationTask
 from tests.data.small_data import data_config
 from tests.models.local_processors import image, processor_of, sound, tokenizer
 from tests.parity.pool import pool
-from tests.trainer.tiny import losses, merged, tiny_config, trainer_of
+from tests.trainer.tiny import losses, merge, tiny_config, trainer_of
 from tests.zoo import ENCODERS, LANGUAGE_MODELS
 
 VISION = ["clip", "siglip2", "pixtral", "qwen2_vl", "qwen2_5_vl"]
@@ -401,7 +401,7 @@ DESCRIBED = [
 @pytest.mark.parametrize(("sections", "reason"), DESCRIBED)
 def test_config_is_refused_before_start(sections: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
-        tiny_config(tmp_path, **merged(FROZEN, sections))
+        tiny_config(tmp_path, **merge(FROZEN, sections))
 
 
 @pytest.mark.parametrize(("limit", "size"), [("50 GB", 50 * 10**9), ("1.5 TB", 1_500_000_000_000), ("800kB", 800_000)])
@@ -412,7 +412,7 @@ def test_limit_is_parsed_to_bytes(limit: str, size: int, tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 TWO_EPOCHS: dict[str, Any] = {**FROZEN, "loop": {"steps": None, "epochs": 2.0}}
-NO_DROPOUT: dict[str, Any] = merged(TWO_EPOCHS, {"model": {"language_model": {"config": {"attention_dropout": 0.0}}}})
+NO_DROPOUT: dict[str, Any] = merge(TWO_EPOCHS, {"model": {"language_model": {"config": {"attention_dropout": 0.0}}}})
 
 
 def train_lines(folder: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from cornstarch.engine.acceleration import accelerate_model
 from cornstarch.errors import ConfigError
 from cornstarch.train import RunConfig, load_config, load_run
 from tests import zoo
-from tests.engine.fp8_runs import NO_DROPOUT, small_on_cpu, trained
+from tests.engine.fp8_runs import NO_DROPOUT, small_on_cpu, train_run
 from tests.parity.pool import pool
 from tests.trainer.tiny import losses, tiny_config, trainer_of
 from tests.versions import compile_counts
@@ -31,13 +31,13 @@ def near(found: list[float], right: list[float]) -> None:
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder with data, and what one process finds in bf16."""
     folder = tmp_path_factory.mktemp("bf16")
-    return folder, trained(str(folder), str(folder / "bf16"))
+    return folder, train_run(str(folder), str(folder / "bf16"))
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_losses_are_near_those_of_bf16(scaling: str, bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, right = bf16
-    found = trained(str(folder), str(folder / scaling), f"fp8={scaling}")
+    found = train_run(str(folder), str(folder / scaling), f"fp8={scaling}")
     near(found["losses"], right["losses"])
     assert found["losses"] != right["losses"]
     assert found["told"] == {"vision": VISION_LAYERS, "language_model": LANGUAGE_LAYERS}
@@ -55,7 +55,7 @@ WAYS = {
 def test_with_what_else_a_run_does(way: str, bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, right = bf16
     graphs = compile_counts()["graphs"]
-    found = trained(str(folder), str(folder / way.split(",")[0]), "fp8=rowwise", *WAYS[way])
+    found = train_run(str(folder), str(folder / way.split(",")[0]), "fp8=rowwise", *WAYS[way])
     near(found["losses"], right["losses"])
     assert (compile_counts()["graphs"] > graphs) == (way == "compiled")
     slower = [note for note in found["notes"] if "slower than in bf16" in note]
@@ -65,7 +65,7 @@ def test_with_what_else_a_run_does(way: str, bf16: tuple[Path, dict[str, Any]]) 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
 def test_in_two_processes(kind: str, bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, right = bf16
-    for found in pool().run(2, trained, str(folder), str(folder / kind), "fp8=rowwise", f"parallel.data.kind={kind}"):
+    for found in pool().run(2, train_run, str(folder), str(folder / kind), "fp8=rowwise", f"parallel.data.kind={kind}"):
         near(found["losses"], right["losses"])
         assert found["layers"] == VISION_LAYERS + LANGUAGE_LAYERS
 
@@ -74,22 +74,22 @@ def test_in_two_processes(kind: str, bf16: tuple[Path, dict[str, Any]]) -> None:
 def test_shards_of_tensor_parallelism(more: list[str], bf16: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = bf16
     wider = [f"model.language_model.config.{name}=32" for name in ("hidden_size", "intermediate_size")]
-    right = trained(str(folder), str(tmp_path / "wider"), *wider)
+    right = train_run(str(folder), str(tmp_path / "wider"), *wider)
     sizes = ["parallel.modules.vision.tp=1", "parallel.modules.language_model.tp=2", "parallel.ranks=shared", *more]
-    pool().close()  # torch remembers meshes of an earlier job
-    for found in pool().run(2, trained, str(folder), str(tmp_path / "tp"), "fp8=rowwise", *wider, *sizes):
+    pool().renew()  # torch remembers meshes of an earlier job
+    for found in pool().run(2, train_run, str(folder), str(tmp_path / "tp"), "fp8=rowwise", *wider, *sizes):
         near(found["losses"], right["losses"])
         assert found["losses"] != right["losses"]
         assert found["told"] == {"vision": VISION_LAYERS, "language_model": LANGUAGE_LAYERS}
-    pool().close()
+    pool().renew()
 
 
 def test_compiled_under_context_parallelism(bf16: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, right = bf16
     sizes = [f"parallel.modules.{name}.cp=2" for name in ("vision", "language_model")]
     more = [*sizes, "parallel.ranks=shared", "compile=layers", "loop.activation_checkpointing=true"]
-    pool().close()  # torch remembers meshes of an earlier job
-    for found in pool().run(2, trained, str(folder), str(tmp_path / "cp"), "fp8=rowwise", *more):
+    pool().renew()  # torch remembers meshes of an earlier job
+    for found in pool().run(2, train_run, str(folder), str(tmp_path / "cp"), "fp8=rowwise", *more):
         near(found["losses"], right["losses"])
         assert found["layers"] == VISION_LAYERS + LANGUAGE_LAYERS
         assert not any("not compiled" in note for note in found["notes"])
@@ -97,21 +97,21 @@ def test_compiled_under_context_parallelism(bf16: tuple[Path, dict[str, Any]], t
         assert parts.keys() == {"vision", "language_model"}
         assert all(part["compiled"] and not part["eager"] for part in parts.values())
         assert all(0 < count <= 3 for part in parts.values() for count in part["variants"].values())
-    pool().close()
+    pool().renew()
 
 
 def test_in_two_stages(bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = bf16
     more = ["loop.gradient_accumulation_steps=2", "model.language_model.config.num_hidden_layers=2"]
-    right = trained(str(folder), str(folder / "two layers"), *more)
+    right = train_run(str(folder), str(folder / "two layers"), *more)
     stages = ["parallel.modules.vision.stages=1", "parallel.modules.language_model.stages=2"]
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     for found in pool().run(
-        2, trained, str(folder), str(folder / "pp"), "fp8=rowwise", *more, *stages, "parallel.ranks=first_stage"
+        2, train_run, str(folder), str(folder / "pp"), "fp8=rowwise", *more, *stages, "parallel.ranks=first_stage"
     ):
         near(found["losses"], right["losses"])
         assert found["told"]["language_model"] == LANGUAGE_LAYERS  # one of two layers
-    pool().close()
+    pool().renew()
 
 
 def ran(folder: Path, output: str, fp8: str, steps: int) -> dict[int, float]:
@@ -143,14 +143,14 @@ def test_what_is_in_fp8_is_told_and_the_model_is_plain_afterwards(tmp_path: Path
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
-def described(*overrides: str) -> RunConfig:
+def describe_run(*overrides: str) -> RunConfig:
     base = {"model": {"given": "Linear"}, "data": {"train": [{"path": "train_data", "format": "given"}]}}
     return load_config(None, overrides, base={**base, "loop": {"steps": 1}})
 
 
 @pytest.mark.parametrize(("said", "meant"), [("off", "off"), ("false", "off"), ("rowwise", "rowwise")])
 def test_fp8_is_said_as_people_say_it(said: str, meant: str) -> None:
-    assert described(f"fp8={said}").fp8 == meant
+    assert describe_run(f"fp8={said}").fp8 == meant
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_fp8_is_said_as_people_say_it(said: str, meant: str) -> None:
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s)`fp8` = rowwise with .*{words}"):
-        described("fp8=rowwise", *overrides)
-    described(*overrides)  # without fp8 it is fine
+        describe_run("fp8=rowwise", *overrides)
+    describe_run(*overrides)  # without fp8 it is fine
 
 
 def test_a_cpu_is_refused_before_anything_is_read(tmp_path: Path) -> None:

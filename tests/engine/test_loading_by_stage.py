@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.engine.loading_runs import (
     Alone,
-    described,
+    describe_run,
     farthest,
-    held_by_stage,
-    made_anew,
-    made_ready,
-    resumed,
+    make_anew,
+    make_ready,
+    measure_held_by_stage,
+    resume,
     store_parts,
-    trained,
+    train_run,
 )
 from tests.parallel.conftest import workers
 from tests.parity.pool import Pool
@@ -85,9 +85,9 @@ def in_one_process(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> A
 def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name: str, tmp_path: Path) -> None:
     ranks, language_model, parallel, sections = RUNS[name]
     run, alone = in_one_process(language_model, **{**ACCUMULATED, **sections})
-    workers.close()  # torch remembers meshes of groups that have ended
-    found = workers.run(ranks, trained, {**run, "parallel": parallel}, str(tmp_path / "several"))
-    workers.close()
+    workers.renew()  # torch remembers meshes of groups that have ended
+    found = workers.run(ranks, train_run, {**run, "parallel": parallel}, str(tmp_path / "several"))
+    workers.renew()
     assert found[-1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     together: dict[str, Any] = {}
     for one in found:
@@ -129,32 +129,33 @@ def test_the_memory_that_a_run_takes_before_its_first_step(
     stored, whole, config = large
     assert whole > 150e6
     for ranks, most in ((2, 0.57), (4, 0.32)):  # random weights: and room for the largest, to draw what others have
-        runs = [{**described(tmp_path, name, **ACCUMULATED), "parallel": stages(ranks)} for name in ("llama", "large")]
+        plan = {"parallel": stages(ranks)}
+        runs = [{**describe_run(tmp_path, name, **ACCUMULATED), **plan} for name in ("llama", "large")]
         language_model = runs[1]["model"]["language_model"]
         if random:
             del language_model["path"]
             language_model["config"] = config
         else:
             language_model["path"] = str(stored)
-        workers.close()
-        for found in workers.run(ranks, made_ready, runs, str(tmp_path / f"run {ranks}")):
+        workers.close()  # memory is measured in processes that have used little
+        for found in workers.run(ranks, make_ready, runs, str(tmp_path / f"run {ranks}")):
             assert found <= (most + 0.03 * random) * whole, f"{found / whole:.3f}"
-    workers.close()
+    workers.renew()
 
 
 def test_what_was_made_whole_is_given_up_at_once(workers: Pool, tmp_path: Path) -> None:
     """Of a model that is made whole, other stages' parameters are given up before anything is brought to a device."""
     store(tmp_path, "llama")
-    run = described(tmp_path, "llama", **ACCUMULATED)
-    found = workers.run(2, held_by_stage, {**run, "parallel": stages(2)}, str(tmp_path / "run"))
+    run = describe_run(tmp_path, "llama", **ACCUMULATED)
+    found = workers.run(2, measure_held_by_stage, {**run, "parallel": stages(2)}, str(tmp_path / "run"))
     assert all(one["before"] == one["after"] < one["whole"] for one in found)
     assert sum(one["before"] for one in found) == found[0]["whole"]
-    workers.close()
+    workers.renew()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "qwen2"])
 def test_random_weights_are_those_of_one_process_to_the_bit(workers: Pool, name: str) -> None:
-    for found in workers.run(2, made_anew, name):
+    for found in workers.run(2, make_anew, name):
         assert found["wrong"] == [] and found["reason"] is None
         assert found["draws_on_alike"] and 0 < found["held"] < found["all"]
 
@@ -162,15 +163,15 @@ def test_random_weights_are_those_of_one_process_to_the_bit(workers: Pool, name:
 def test_it_goes_on_from_a_checkpoint(workers: Pool, tmp_path: Path) -> None:
     store(tmp_path, "tied")
     sections = {"loop": {"steps": 3, "batch_size": 4, "accumulation": 2}, "checkpoint": {"every": 2}}
-    run = described(tmp_path, "tied", **sections)
-    (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    run = describe_run(tmp_path, "tied", **sections)
+    (alone,) = workers.run(1, train_run, run, str(tmp_path / "alone"))
+    workers.renew()
     several = {**run, "parallel": stages(2)}
     together: dict[str, Any] = {}
-    for one in workers.run(2, resumed, several, str(tmp_path / "several")):
+    for one in workers.run(2, resume, several, str(tmp_path / "several")):
         assert one["begins_at"] == 2
         together |= one["parameters"]
-    workers.close()
+    workers.renew()
     assert farthest(together, alone["parameters"]) < 1e-4
 
 
@@ -183,30 +184,30 @@ def test_what_is_read_whole_says_why(workers: Pool, tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["lm_head.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    run = described(tmp_path, "headless", **ACCUMULATED)
-    (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    run = describe_run(tmp_path, "headless", **ACCUMULATED)
+    (alone,) = workers.run(1, train_run, run, str(tmp_path / "alone"))
+    workers.renew()
     together: dict[str, Any] = {}
-    for one in workers.run(2, trained, {**run, "parallel": stages(2)}, str(tmp_path / "several")):
+    for one in workers.run(2, train_run, {**run, "parallel": stages(2)}, str(tmp_path / "several")):
         assert one["reasons"] == {"LlamaForCausalLM": "lm_head.weight is not stored as it is here, and made anew"}
         together |= one["parameters"]
-    workers.close()
+    workers.renew()
     assert farthest(together, alone["parameters"]) < 1e-4
 
 
 def test_a_language_model_that_is_described_whole(workers: Pool, tmp_path: Path) -> None:
     store(tmp_path, "llama")
-    run = described(tmp_path, "llama", **ACCUMULATED)
+    run = describe_run(tmp_path, "llama", **ACCUMULATED)
     text = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "a b c"}]}] * 12
     (tmp_path / "text.json").write_text(json.dumps(text))
     run["model"] = {"whole": {"path": str(tmp_path / "llama"), "tokenizer": str(tmp_path / "tokenizer")}}
     run["data"]["train"] = [{"path": str(tmp_path / "text.json")}]
-    (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    (alone,) = workers.run(1, train_run, run, str(tmp_path / "alone"))
+    workers.renew()
     several = {**run, "parallel": {"modules": {"language_model": {"stages": 2}}}}
     together: dict[str, Any] = {}
-    for rank, one in enumerate(workers.run(2, trained, several, str(tmp_path / "several"))):
+    for rank, one in enumerate(workers.run(2, train_run, several, str(tmp_path / "several"))):
         assert one["reasons"] == {} and (LAYER.format(0) in one["reads"]) == (rank == 0)
         together |= one["parameters"]
-    workers.close()
+    workers.renew()
     assert farthest(together, alone["parameters"]) < 1e-4

@@ -24,7 +24,7 @@ PLAIN = OptimizerConfig(learning_rate=1e-3, weight_decay=0.05)
 Shown = dict[str, tuple[str, str, int, int]]
 
 
-def shown(parts: list[ModelPart]) -> Shown:
+def show_parts(parts: list[ModelPart]) -> Shown:
     return {part.name: (part.kind, part.train, part.count, part.trained_count) for part in parts}
 
 
@@ -36,7 +36,7 @@ def check(model: nn.Module, parts: list[ModelPart]) -> None:
     assert sum(part.bytes for part in parts) == sum(p.nbytes for p in model.parameters())
 
 
-def described(folder: Path, **model: Any) -> tuple[nn.Module, list[ModelPart]]:
+def build_parts(folder: Path, **model: Any) -> tuple[nn.Module, list[ModelPart]]:
     config = tiny_config(folder, model=model)
     built = build_model(config.model)
     parts = split_into_parts(built, config.model, PLAIN)
@@ -50,11 +50,11 @@ def count(module: Any) -> int:
 
 def test_a_composed_model(tmp_path: Path) -> None:
     model: Any
-    model, parts = described(tmp_path, encoders={"audio": AUDIO, "vision": {"train": "projector"}})
+    model, parts = build_parts(tmp_path, encoders={"audio": AUDIO, "vision": {"train": "projector"}})
     vision, audio = model.encoders["vision"], model.encoders["audio"]
     # Whisper's encoder has sinusoids for positions, which no one trains.
     sinusoids = audio.module.get_parameter(small.WHISPER_SINUSOIDS).numel()
-    assert shown(parts) == {
+    assert show_parts(parts) == {
         "vision encoder": ("CLIPVisionModel", "frozen", count(vision.module), 0),
         "vision projector": (type(vision.projector).__name__, "full", *[count(vision.projector)] * 2),
         "audio encoder": ("WhisperEncoder", "full", count(audio.module), count(audio.module) - sinusoids),
@@ -65,7 +65,7 @@ def test_a_composed_model(tmp_path: Path) -> None:
 
 def test_rates_and_decays_come_from_the_nearest_word(tmp_path: Path) -> None:
     vision = {"learning_rate": 2e-4, "projector_learning_rate": 3e-4, "weight_decay": 0.0}
-    _, parts = described(
+    _, parts = build_parts(
         tmp_path, encoders={"vision": vision, "audio": {**AUDIO, "learning_rate": 4e-4}},
         language_model={"weight_decay": 0.2},
     )  # fmt: skip
@@ -81,16 +81,16 @@ def test_rates_and_decays_come_from_the_nearest_word(tmp_path: Path) -> None:
 def test_adapters_are_a_part_of_what_they_adapt(tmp_path: Path) -> None:
     model: Any
     lora = {"train": "lora", "lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
-    model, parts = described(tmp_path, language_model=lora)
-    assert shown(parts)["language model"][:2] == ("LlamaForCausalLM", "lora")
+    model, parts = build_parts(tmp_path, language_model=lora)
+    assert show_parts(parts)["language model"][:2] == ("LlamaForCausalLM", "lora")
     # Two layers of 16 × 16, each with two matrices of 16 × 2.
-    assert shown(parts)["language model"][3] == 2 * 2 * 16 * 2
+    assert show_parts(parts)["language model"][3] == 2 * 2 * 16 * 2
     assert all("lora_" in name for name in parts[-1].trained)
 
 
 def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
     model: Any
-    model, parts = described(tmp_path, language_model={"config": {"tie_word_embeddings": True}})
+    model, parts = build_parts(tmp_path, language_model={"config": {"tie_word_embeddings": True}})
     assert model.language_model.lm_head.weight is model.language_model.model.embed_tokens.weight
     assert parts[-1].count == count(model.language_model)
     module = Tied()
@@ -132,7 +132,7 @@ def test_nothing_trained_is_told() -> None:
 
 def test_what_changes_is_kept_in_full_and_what_does_not_in_what_is_computed_in(tmp_path: Path) -> None:
     model: Any
-    model, parts = described(
+    model, parts = build_parts(
         tmp_path, encoders={"vision": {"train": "projector"}, "audio": {**AUDIO, "dtype": "bf16"}},
         language_model={"train": "frozen", "dtype": "fp16"},
     )  # fmt: skip

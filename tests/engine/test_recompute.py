@@ -21,7 +21,7 @@ from tests.trainer.tiny import losses, tiny_config, trainer_of
 AGAIN, KEPT = ModulePlan(activation_checkpointing=True), ModulePlan()
 
 
-def computed(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, int], int, dict[str, Tensor]]:
+def compute(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, int], int, dict[str, Tensor]]:
     """Return how often layers of each part were computed in a step, the bytes kept for the backward, the gradients."""
     calls: Counter[str] = Counter()
 
@@ -53,9 +53,9 @@ def inputs() -> dict[str, Tensor]:
 def test_modules_compute_again_what_the_plan_says(again: tuple[str, ...]) -> None:
     case = Case(encoders=("vision", "audio"))
     names = {"vision": "vision_encoder", "audio": "audio_encoder", "language_model": "language_model"}
-    calls, kept, expected = computed(make_model(case), inputs())
+    calls, kept, expected = compute(make_model(case), inputs())
     plans = {name: AGAIN if name in again else KEPT for name in names}
-    more, less, found = computed(planned(make_model(case), plans), inputs())
+    more, less, found = compute(planned(make_model(case), plans), inputs())
     assert more == {names[name]: calls[names[name]] * (2 if name in again else 1) for name in names}
     assert less < kept
     assert found.keys() == expected.keys()

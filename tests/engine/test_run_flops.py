@@ -80,7 +80,7 @@ def test_a_module_that_cannot_be_copied_does_not_stop_a_run() -> None:
 
 
 def test_the_parts_of_a_composed_model() -> None:
-    model: Any = small.composed()
+    model: Any = small.compose_model()
     task: Any = ConversationTask("multimodal", model, None)  # type: ignore[arg-type]
     found = RunFlops(task, RUN, never).step(small.ragged())
     assert found is not None and found.total == FlopCounter(model).step(small.ragged()).total

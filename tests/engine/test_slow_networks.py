@@ -40,7 +40,7 @@ def begun(folder: str, output: str, *overrides: str) -> Trainer:
     return trainer
 
 
-def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list[float], dict[str, Any], bool]:
+def train_run(folder: str, output: str, until: int, *overrides: str) -> tuple[list[float], dict[str, Any], bool]:
     """Train to a step, saving after the third; return losses, weights, and whether all processes have the same."""
     trainer = begun(folder, output, *overrides)
     losses: list[float] = []
@@ -57,7 +57,7 @@ def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list
 
 
 def run(ranks: int, function: Any, *arguments: object) -> Any:
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     return pool().run(ranks, function, *arguments)
 
 
@@ -67,11 +67,11 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
     ranks, plan = PLANS[name]
     options = [DATA + one for one in plan] + ["loop.gradient_accumulation_steps=2", f"loop.batch_size={2 * ranks}"]
     options += ["parallel.modules.model.tp=2"] if name.endswith("tp") else []
-    whole = run(ranks, trained, str(tmp_path), str(tmp_path / "whole"), 6, *options)
+    whole = run(ranks, train_run, str(tmp_path), str(tmp_path / "whole"), 6, *options)
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for checkpoint in (tmp_path / "again/checkpoints").glob("step_00000006*"):  # as if it had ended after the third
         shutil.rmtree(checkpoint)
-    second = run(ranks, trained, str(tmp_path), str(tmp_path / "again"), 6, *options)
+    second = run(ranks, train_run, str(tmp_path), str(tmp_path / "again"), 6, *options)
     for (losses, weights, alike), (later, found, _) in zip(whole, second, strict=True):
         assert losses[3:] == later
         for key, weight in weights.items():
@@ -89,15 +89,15 @@ def test_a_run_whose_gradients_are_hardly_compressed_is_hardly_another(
     tiny_config(tmp_path)
     options = [DATA + one for one in (kind.removesuffix(", tp"), *more)] + [f"loop.batch_size={2 * ranks}"]
     options += ["loop.gradient_accumulation_steps=2"] + (["parallel.modules.model.tp=2"] if kind.endswith("tp") else [])
-    plain = run(ranks, trained, str(tmp_path), str(tmp_path / "plain"), 6, *options)
+    plain = run(ranks, train_run, str(tmp_path), str(tmp_path / "plain"), 6, *options)
     options.append(DATA + "compression.kind=bf16")
-    found = run(ranks, trained, str(tmp_path), str(tmp_path / "compressed"), 6, *options)
+    found = run(ranks, train_run, str(tmp_path), str(tmp_path / "compressed"), 6, *options)
     for (expected, _, _), (losses, _, _) in zip(plain, found, strict=True):
         assert losses != expected  # or nothing was compressed at all
         assert losses == pytest.approx(expected, rel=2e-2)
 
 
-def fitted(folder: str, *overrides: str) -> list[dict[str, Any]]:
+def fit_run(folder: str, *overrides: str) -> list[dict[str, Any]]:
     config = tiny_config(Path(folder), f"output={folder}/run", *overrides)
     told = io.StringIO()
     Trainer(config, console=Console(file=told)).fit()
@@ -118,7 +118,7 @@ def test_a_run_trains_evaluates_and_logs_what_it_sends(tmp_path: Path, plan: lis
     tiny_config(tmp_path)
     evaluation = f'data.evaluation=[{{"path": "{tmp_path / "test.json"}"}}]'
     more = [evaluation, "loop.steps=8", "loop.evaluate_every=4", "checkpoint.every=4"]
-    lines = run(2, fitted, str(tmp_path), *more, *(DATA + one for one in plan))[0]
+    lines = run(2, fit_run, str(tmp_path), *more, *(DATA + one for one in plan))[0]
     steps = [line for line in lines if line["kind"] == "train"]
     assert [line["step"] for line in steps] == list(range(1, 9))
     sent = [line["bytes_sent"] for line in steps]

@@ -95,7 +95,7 @@ def test_a_batch_that_was_not_drawn_here_is_counted_when_it_is_asked_for(exchang
 # ---------------------------------------------------------------------------------------------------- each by itself
 
 
-def ended_after(told: int) -> tuple[int, list[int]]:
+def end_after(told: int) -> tuple[int, list[int]]:
     """Count until all know that the second process was told to end, in this many steps; return when, and own tokens."""
     tokens: list[int] = []
     counter = UnsynchronizedStepCounter(["vision"], 1, lambda: distributed.rank() == 1 and len(tokens) >= told)
@@ -111,14 +111,14 @@ def ended_after(told: int) -> tuple[int, list[int]]:
 
 
 def test_processes_that_do_not_wait_for_one_another_end_after_the_same_step() -> None:
-    first, second = pool().run(2, ended_after, 20)
+    first, second = pool().run(2, end_after, 20)
     assert first == second
     done, tokens = first
     assert 20 < done < 50  # the quicker one looks a few steps after the 40 that it makes before it waits
     assert tokens == [10 + index for index in range(done)]  # of this process alone
 
 
-def counted_far_ahead(steps: int, is_told: bool) -> int:
+def count_far_ahead(steps: int, is_told: bool) -> int:
     """Let one process count all its steps before the other begins, which is then told to end, or not."""
     counter = UnsynchronizedStepCounter(["vision"], 1, lambda: is_told and distributed.rank() == 1)
     board = dist.PrefixStore(f"test/far_ahead/{is_told}", default_store())
@@ -131,7 +131,7 @@ def counted_far_ahead(steps: int, is_told: bool) -> int:
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_counting_by_oneself_waits_for_nobody(is_told: bool) -> None:
-    assert pool().run(2, counted_far_ahead, 500, is_told) == [500, 500]
+    assert pool().run(2, count_far_ahead, 500, is_told) == [500, 500]
 
 
 def test_one_process_alone_ends_by_itself() -> None:

@@ -133,7 +133,7 @@ def _learn_to_repeat(model: nn.Module) -> None:
     for step in range(PRETRAINING):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 - step / PRETRAINING)
-        texts = [_repeated(draw) for _ in range(48)]
+        texts = [_repeat(draw) for _ in range(48)]
         batch = tokenizer()(texts, padding=True, add_special_tokens=False, return_tensors="pt")
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         told = (labels == tokenizer().convert_tokens_to_ids("assistant:")).long().cumsum(1)
@@ -143,7 +143,7 @@ def _learn_to_repeat(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-def _repeated(draw: np.random.Generator) -> str:
+def _repeat(draw: np.random.Generator) -> str:
     word = str(draw.choice([*COLOURS, *PITCHES]))
     seen = " ".join([word] * int(draw.integers(3, 11)))
     if word in COLOURS:
@@ -289,7 +289,7 @@ def reviews(count: int, seed: int) -> dict[str, list[Any]]:
     return {"sentence": texts, "label": labels}
 
 
-def saved_dataset(folder: Path, splits: dict[str, dict[str, list[Any]]], **kinds: Any) -> None:
+def save_dataset(folder: Path, splits: dict[str, dict[str, list[Any]]], **kinds: Any) -> None:
     """Write a Hugging Face dataset with splits; `kinds` are the features of columns that are no plain values."""
     import datasets
 

@@ -222,7 +222,7 @@ def test_audio_language_model(here: Path, cornstarch: Cornstarch, language_model
 def test_t5_summarization(here: Path, cornstarch: Cornstarch) -> None:
     world.t5(here / "google-t5/t5-small")
     splits = {"train": world.articles(256, 0), "validation": world.articles(32, 1)}
-    world.saved_dataset(here / "abisee/cnn_dailymail", splits)
+    world.save_dataset(here / "abisee/cnn_dailymail", splits)
     # A saved dataset has no configurations; the one on the hub has.
     local = [f"data.{name}.0.arguments.name=null" for name in ("train", "evaluation")]
 
@@ -238,7 +238,7 @@ def test_bert_classification(here: Path, cornstarch: Cornstarch) -> None:
 
     world.bert(here / "google-bert/bert-base-uncased")
     splits = {"train": world.reviews(128, 0), "validation": world.reviews(32, 1)}
-    world.saved_dataset(here / "stanfordnlp/sst2", splits, label=datasets.ClassLabel(names=["negative", "positive"]))
+    world.save_dataset(here / "stanfordnlp/sst2", splits, label=datasets.ClassLabel(names=["negative", "positive"]))
     cornstarch("train", example("bert_classification/run.yaml"), "loop.epochs=12", "optimizer.learning_rate=5e-3")
     run = here / "runs/bert-classification"
     check_run(run, falls_to=0.5, accuracy=0.9)
@@ -263,7 +263,7 @@ def cifar_world(here: Path) -> None:
         images = [world.picture(list(world.COLOURS)[c], first + n, 32) for n, c in enumerate(colours)]
         return {"img": images, "label": colours}
 
-    world.saved_dataset(
+    world.save_dataset(
         here / "uoft-cs/cifar10",
         {"train": split(0, 128), "test": split(128, 32)},
         img=datasets.Image(),

@@ -23,7 +23,7 @@ from cornstarch.files import own_digest
 from cornstarch.metrics.metrics import Position, StepResult
 from cornstarch.trainer.recording_trainer import RecordingTrainer
 from cornstarch.trainer.trainer import Trainer
-from tests.parity.cell import made
+from tests.parity.cell import make_trainer
 from tests.parity.pool import pool
 from tests.parity.samples import numbers
 from tests.trainer.tiny import tiny_config
@@ -67,7 +67,7 @@ class Hungry(RecordingTrainer):
 def run_out_of_memory(folder: str) -> str:
     samples = [numbers(number, ".", 1) for number in range(24)]
     try:
-        made("mlp", samples, {"epochs": 1, "batch_size": 4}, {}, "", folder, kind=Hungry).fit()
+        make_trainer("mlp", samples, {"epochs": 1, "batch_size": 4}, {}, "", folder, kind=Hungry).fit()
     except ConfigError as error:
         return str(error)
     return "nothing"

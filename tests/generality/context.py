@@ -32,7 +32,7 @@ from tests.generality import results
 from tests.generality.tensor import built, is_activation, largest_difference, leaves, weighed
 from tests.models import sweep
 from tests.models.sweep import NOT_BUILT, REFUSED, SUPPORTED, WRONG, NotBuiltError, Verdict
-from tests.parallel.context.work import Gradients, difference, gradients, shuffled, summed
+from tests.parallel.context.work import Gradients, difference, gradients, shuffle_rows, summed
 from tests.parity.pool import Failed, pool
 from tests.zoo import IGNORED, text_batch
 
@@ -78,10 +78,10 @@ def differences(model: PreTrainedModel) -> str:
     with sweep.harness(type(model).__name__):
         expected = passed(model, padded, None)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    packed, spec = packed_batch()
+    packed, spec = pack_batch()
     whole: Found | None = None
     for mode in MODES:
-        shard_tokens(model, mesh, mode=mode, distribution=shuffled)  # type: ignore[arg-type]
+        shard_tokens(model, mesh, mode=mode, distribution=shuffle_rows)  # type: ignore[arg-type]
         found = together(passed(model, padded, None))
         other = together(passed(model, packed, spec))
         unshard_tokens(model)
@@ -117,7 +117,7 @@ def said_difference(found: Found, expected: Found) -> str:
     return difference(found[1], expected[1])
 
 
-def packed_batch() -> tuple[dict[str, Tensor], MaskSpec]:
+def pack_batch() -> tuple[dict[str, Tensor], MaskSpec]:
     """Return one row of two documents and padding."""
     batch = text_batch(("ttttttttttttttttttttt",))
     documents = torch.ones_like(batch["input_ids"])

@@ -36,7 +36,7 @@ SECONDS = 240.0
 Passed = dict[str, Tensor | None]
 
 
-def declared() -> list[str]:
+def list_declared() -> list[str]:
     """Return the language models in whose source transformers declares experts."""
     found = []
     for name in results.all_names(results.LANGUAGE_MODELS):
@@ -118,7 +118,7 @@ def together(model: nn.Module, own: Passed) -> Passed:
 
 def main() -> None:
     """Judge all, or those that are named; a wrong one makes it fail."""
-    names = sys.argv[1:] or declared()
+    names = sys.argv[1:] or list_declared()
     verdicts = []
     for name in names:
         verdicts.append(judge_experts(name))

@@ -59,7 +59,7 @@ def page(table: Mapping[str, Sweep]) -> str:
         commands=", ".join(f"`python -m {COMMANDS[axis]}`" for axis in axes),
     )
     groups = dict.fromkeys(group for axis in axes for group in table[axis].groups)
-    return "\n".join([text, *(_section(group, table, axes) for group in groups), _left_whole(table, axes)])
+    return "\n".join([text, *(_section(group, table, axes) for group in groups), _list_left_whole(table, axes)])
 
 
 def _versions(sweep: Sweep) -> str:
@@ -108,7 +108,7 @@ def _short(name: str, reason: str) -> str:
     return first.replace("|", "\\|")
 
 
-def _left_whole(table: Mapping[str, Sweep], axes: list[str]) -> str:
+def _list_left_whole(table: Mapping[str, Sweep], axes: list[str]) -> str:
     lines = ["| model | axis | replicated layers and reasons |", "|---|---|---|"]
     for axis in axes:
         for name, verdict in sorted(table[axis].verdicts.items()):

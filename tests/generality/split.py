@@ -36,7 +36,7 @@ from tests.generality.tensor import built, is_activation, largest_difference, le
 from tests.models import sweep
 from tests.models.shrink import LAYER_COUNTS
 from tests.models.sweep import NOT_BUILT, REFUSED, SUPPORTED, WRONG, NotBuiltError
-from tests.pipeline.protocol import staged_gradients, stages_of, whole_gradients
+from tests.pipeline.protocol import collect_staged_gradients, stages_of, whole_gradients
 from tests.zoo import build
 
 LAYERS = 4
@@ -61,7 +61,7 @@ def judge_split(model_name: str) -> SplitVerdict:
         warnings.simplefilter("ignore")
         try:
             with firm_limit(sweep.SECONDS_PER_MODEL):
-                model, inputs = deepened(*built(model_name))
+                model, inputs = deepen(*built(model_name))
             with firm_limit(SECONDS):
                 return judge_cuts(model_name, model, inputs)
         except NotBuiltError as error:
@@ -101,7 +101,7 @@ def judge_cuts(model_name: str, model: nn.Module, inputs: dict[str, Tensor]) -> 
     starts += [[0, places[0], places[-1]]] if len(places) > 1 else []
     for one in starts:
         parts = stages_of(model, template_of(model, one))
-        difference = largest_difference(staged_gradients(parts, [inputs], loss_of), expected)
+        difference = largest_difference(collect_staged_gradients(parts, [inputs], loss_of), expected)
         if difference:
             return SplitVerdict(model_name, WRONG, f"cut at {one[1:]}: {difference}")
     return SplitVerdict(model_name, SUPPORTED, cuts=len(places))
@@ -118,7 +118,7 @@ def template_of(model: nn.Module, starts: list[int]) -> PipelineTemplate:
     return PipelineTemplate(PipelineTemplate.get_model_name(model), stages)
 
 
-def deepened(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+def deepen(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
     """Give a model twice as many layers, if it can have them: with two there is little to cut."""
     assert isinstance(model, PreTrainedModel)
     config = copy.deepcopy(model.config)

@@ -143,14 +143,14 @@ def _spin(seconds: float) -> None:
 def test_a_busy_machine_raises_no_alarm(tmp_path: Path) -> None:
     from tests import forked
 
-    spinning = [forked.process(_spin, 6.0) for _ in range(3)]
+    spinning = [forked.process(_spin, 4.0) for _ in range(3)]
 
     def begin(processes: list[ForkServerProcess]) -> None:
         for one in spinning:
             one.start()
 
     try:
-        ranks = run_ranks(tmp_path, 2, beside=begin, loop={"steps": 300, "batch_size": 8}, launch={"hang_timeout": 1.0})
+        ranks = run_ranks(tmp_path, 2, beside=begin, loop={"steps": 120, "batch_size": 8}, launch={"hang_timeout": 1.0})
     finally:
         for one in spinning:
             one.kill()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.launch.launched_script import PATIENCE, ROOT, start
+from tests.launch.launched_script import PATIENCE, ROOT, Launched, start
 
 _REDUCES = """
     import torch
@@ -26,6 +26,13 @@ _REDUCES = """
         assert distributed.get_backend() in ("gloo", "cpu:gloo"), distributed.get_backend()
         assert "CORNSTARCH_STORE_SOCKET" not in os.environ
 """
+
+
+def start_warm(folder: Path, script: str) -> Launched:
+    """Start a script in two processes that need not import torch first."""
+    # A process that may have asked for GPUs cannot be forked.
+    before = "" if torch.cuda.is_available() else f"sys.executable = {warm.interpreter()!r}"
+    return start(folder, script, 2, before=before)
 
 
 def test_ranks_compare_configs_and_versions(tmp_path: Path) -> None:
@@ -49,8 +56,8 @@ def test_ranks_compare_configs_and_versions(tmp_path: Path) -> None:
     publish(f"answers_{rank}", repr(answers))
     """
     )
-    code, _, stderr = start(tmp_path, script, 2, environment={"PYTHONPATH": str(ROOT)}).wait()
-    assert (code, stderr) == (0, "")
+    code, _, stderr = start_warm(tmp_path, script).wait()
+    assert code == 0, stderr
     texts = [(tmp_path / f"answers_{rank}").read_text() for rank in (0, 1)]
     assert texts[0] == texts[1]
     total, same, config, versions = eval(texts[0])
@@ -71,8 +78,8 @@ def test_no_thread_outlives_the_group(tmp_path: Path) -> None:
     publish(f"threads_{rank}", repr([name for name in threads if "gloo" in name]))
     """
     )
-    code, _, stderr = start(tmp_path, script, 2, environment={"PYTHONPATH": str(ROOT)}).wait()
-    assert (code, stderr) == (0, "")
+    code, _, stderr = start_warm(tmp_path, script).wait()
+    assert code == 0, stderr
     assert [(tmp_path / f"threads_{rank}").read_text() for rank in (0, 1)] == ["[]", "[]"]
 
 
@@ -85,7 +92,7 @@ def test_the_error_of_the_first_rank_is_shown(tmp_path: Path) -> None:
         distributed.barrier()
     """
     )
-    launched = start(tmp_path, script, 2, environment={"PYTHONPATH": str(ROOT)})
+    launched = start_warm(tmp_path, script)
     code, _, stderr = launched.wait()
     assert code == 1
     assert stderr.startswith("rank 1 of 2 failed with exit code 1; the others were stopped.\n  Traceback")
@@ -169,9 +176,7 @@ def test_processes_share_a_gpu_through_gloo(tmp_path: Path) -> None:
             distributed.all_reduce(number)
             publish(f"found_{rank}", f"{device} {distributed.get_backend_config()} {number.item()}")
     """
-    # A process that may have asked for GPUs cannot be forked.
-    quickly = "" if torch.cuda.is_available() else f"sys.executable = {warm.interpreter()!r}"
-    code, _, stderr = start(tmp_path, script, 2, before=quickly, environment={"PYTHONPATH": str(ROOT)}).wait()
+    code, _, stderr = start_warm(tmp_path, script).wait()
     assert code == 0, stderr
     assert "more processes than GPUs" in stderr
     assert {(tmp_path / f"found_{rank}").read_text() for rank in (0, 1)} == {"cuda:0 cpu:gloo,cuda:gloo 3.0"}

@@ -29,7 +29,7 @@ from tests import warm
 from tests.cli.small_runs import write_config
 from tests.cli.started import start
 from tests.parity.pool import pool
-from tests.trainer.test_pipelined_run import STAGES, fitted, tokenizer  # noqa: F401  (a fixture)
+from tests.trainer.test_pipelined_run import STAGES, fit_run, tokenizer  # noqa: F401  (a fixture)
 from tests.trainer.tiny import tiny_config, trainer_of
 
 MAIN, BACKWARD, GPU = ("p", 1), ("p", 2), ("gpu", 7)
@@ -397,7 +397,7 @@ def test_a_run_that_fails_leaves_no_profiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "vision, pp 2", "vision inside, interleaved"])
 def test_several_ranks_are_profiled(name: str, tokenizer: str, tmp_path: Path) -> None:  # noqa: F811
     ranks, parallel = STAGES.get(name, (2, {"data": {"kind": name}}))
-    pool().run(ranks, profiled_run, parallel, tokenizer, str(tmp_path / "run"), 5)
+    pool().run(ranks, profile_run, parallel, tokenizer, str(tmp_path / "run"), 5)
     data = read(tmp_path / "run", ranks)
     assert data["steps"] == [4]  # then a checkpoint is written
     found = [rows_of(data, rank) for rank in range(ranks)]
@@ -413,9 +413,9 @@ def test_several_ranks_are_profiled(name: str, tokenizer: str, tmp_path: Path) -
     assert "least" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def profiled_run(*arguments: Any) -> Any:
+def profile_run(*arguments: Any) -> Any:
     """Run a config under the profiler."""
-    return fitted(*arguments, profile=True)
+    return fit_run(*arguments, profile=True)
 
 
 def test_the_command_passes_profile_to_its_processes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
 from tests.parity.pool import pool
 from tests.report import fake_timeline
-from tests.trainer.test_pipelined_run import STAGES, fitted, tokenizer  # noqa: F401  (a fixture)
+from tests.trainer.test_pipelined_run import STAGES, fit_run, tokenizer  # noqa: F401  (a fixture)
 
 UNIT = 0.01
 
@@ -131,11 +131,11 @@ def test_a_pipelined_run_records_its_steps(name: str, tokenizer: str, tmp_path: 
 
 def fit_with_trace(*arguments: Any) -> Any:
     """Run a config with a trace."""
-    return fitted(*arguments, trace=True)
+    return fit_run(*arguments, trace=True)
 
 
 def test_a_run_without_stages_has_no_timeline(tokenizer: str, tmp_path: Path) -> None:  # noqa: F811
-    pool().run(1, fitted, {}, tokenizer, str(tmp_path / "run"), 3)
+    pool().run(1, fit_run, {}, tokenizer, str(tmp_path / "run"), 3)
     assert not (tmp_path / "run" / TIMELINE).exists()
     assert 'id="pipeline"' not in (tmp_path / "run" / "report.html").read_text()
 

@@ -154,7 +154,7 @@ def test_ids_are_stored_and_unreadable_ones_replaced(tmp_path: Path) -> None:
     open_trackers(["fake"], tmp_path, "run", CONFIG)
     open_trackers(["fake"], tmp_path, "run", CONFIG)
     assert [run.run_id for run in seen] == [None, "abc"]
-    assert stored_ids(tmp_path) == {"fake": "abc"}
+    assert list_stored_ids(tmp_path) == {"fake": "abc"}
 
 
 # ------------------------------------------------------------------------------------------------ the trackers
@@ -193,12 +193,12 @@ def two_runs(name: str, folder: Path) -> None:
     pytest.importorskip(name)
     folder.mkdir()
     assert log(name, folder, 0, 5, "stopped").stdout == ""
-    before = stored_ids(folder)
+    before = list_stored_ids(folder)
     assert log(name, folder, 3, 6, "finished").stdout == ""
-    assert stored_ids(folder) == before
+    assert list_stored_ids(folder) == before
 
 
-def stored_ids(folder: Path) -> dict[str, str]:
+def list_stored_ids(folder: Path) -> dict[str, str]:
     path = folder / "loggers.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -228,7 +228,7 @@ def test_tensorboard_reads_back_losses_and_config(tmp_path: Path, monkeypatch: p
 def test_trackio_reads_back_losses_and_config(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two_runs("trackio", folder)
-    assert stored_ids(folder) == {"trackio": "small"}
+    assert list_stored_ids(folder) == {"trackio": "small"}
     code = (
         "import json, trackio; from trackio.sqlite_storage import SQLiteStorage as S\n"
         "print(json.dumps([S.get_projects(), [r['name'] for r in S.get_run_records('cornstarch')],"
@@ -252,7 +252,7 @@ def test_mlflow_reads_back_losses_and_config(tmp_path: Path) -> None:
     experiment = client.get_experiment_by_name("cornstarch")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
-    assert run.info.run_id == stored_ids(folder)["mlflow"]
+    assert run.info.run_id == list_stored_ids(folder)["mlflow"]
     losses = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert losses == pytest.approx(dict(zip(STEPS, LOSSES, strict=True)))
     assert run.data.metrics["evaluation/a_b _c_.jsonl/accuracy"] == 0.25
@@ -293,7 +293,7 @@ def test_mlflow_reports_a_server_that_stops_answering(tmp_path: Path, monkeypatc
 def test_wandb_reads_back_losses(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two_runs("wandb", folder)
-    number = stored_ids(folder)["wandb"]
+    number = list_stored_ids(folder)["wandb"]
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{number}.wandb"] * 2
     logged = [line for file in files for line in wandb_history(file)]

@@ -113,7 +113,7 @@ def language_model(name: str) -> PreTrainedModel:
     return part.build(**SIZES, **{key: size for key, size in WHERE_NAMED.items() if key in part.options})
 
 
-def composed(language_model_name: str, encoder_name: str) -> dict[str, tuple[MultimodalModel, Inputs]]:
+def compose_model(language_model_name: str, encoder_name: str) -> dict[str, tuple[MultimodalModel, Inputs]]:
     """Make the cases of a language model and an encoder."""
     part = ENCODERS[encoder_name]
     found = {}
@@ -124,12 +124,12 @@ def composed(language_model_name: str, encoder_name: str) -> dict[str, tuple[Mul
         model.set_modality_token_ids({"seen": MODALITY_TOKEN})
         count = item_count(RAGGED if case == "short" else ["".join(row) for row in PACKED])
         lengths = part.feature_lengths(count)
-        text = text_batch(RAGGED, lengths) if case == "short" else packed_batch(lengths)
+        text = text_batch(RAGGED, lengths) if case == "short" else pack_batch(lengths)
         found[case] = model.train(), {**text, **part.inputs(count)}
     return found
 
 
-def packed_batch(lengths: Sequence[int]) -> Inputs:
+def pack_batch(lengths: Sequence[int]) -> Inputs:
     """Make a batch of long rows, each of several documents, padded on the right."""
     batch = text_batch(["".join(row) for row in PACKED], lengths)
     missing = LONG - batch["input_ids"].shape[1]
@@ -164,9 +164,9 @@ def _is_routed(name: str) -> bool:
 
 
 FAMILIES: dict[str, Family] = {
-    **{f"{n} with clip": Family("language model", _is_routed(n), lambda n=n: composed(n, "clip"))
+    **{f"{n} with clip": Family("language model", _is_routed(n), lambda n=n: compose_model(n, "clip"))
        for n in LANGUAGE_MODELS},
-    **{f"llama with {n}": Family(f"{part.modality} encoder", False, lambda n=n: composed("llama", n))
+    **{f"llama with {n}": Family(f"{part.modality} encoder", False, lambda n=n: compose_model("llama", n))
        for n, part in ENCODERS.items()},
     **{n: Family("whole model", _is_routed(n), lambda n=n: build_decomposed(n)) for n in WHOLE},
 }  # fmt: skip
@@ -219,9 +219,9 @@ def figures(name: str, device: str, ways: Sequence[str] = WAYS) -> list[Figures]
     found = []
     with exactly():
         for case, (model, batch) in FAMILIES[name].cases().items():
-            expected = computed(model, batch, "cpu", "fp32")
+            expected = compute(model, batch, "cpu", "fp32")
             for way in ways:
-                found.append(compared(name, case, way, computed(model, batch, device, way), expected))
+                found.append(compare(name, case, way, compute(model, batch, device, way), expected))
     return found
 
 
@@ -229,7 +229,7 @@ Computed = tuple[float, dict[str, Tensor]]
 """A loss, and all gradients that there are."""
 
 
-def computed(model: MultimodalModel, batch: Inputs, device: str, way: str) -> Computed:
+def compute(model: MultimodalModel, batch: Inputs, device: str, way: str) -> Computed:
     """Return the loss and the gradients of a copy of a model on a device."""
     placement = DevicePlacement(torch.device(device), "bf16" if way == "autocast" else "fp32")
     own, inputs = copy.deepcopy(model).to(placement.device), placement.move_batch(batch)
@@ -244,7 +244,7 @@ def computed(model: MultimodalModel, batch: Inputs, device: str, way: str) -> Co
     return float(loss.detach()), gradients
 
 
-def compared(family: str, case: str, way: str, found: Computed, expected: Computed) -> Figures:
+def compare(family: str, case: str, way: str, found: Computed, expected: Computed) -> Figures:
     """Return how far one is from the other."""
     ours, theirs = found[1], expected[1]
     odd = sorted(ours.keys() ^ theirs.keys())
@@ -286,12 +286,12 @@ def page(found: Sequence[Figures], device: str, seconds: float) -> str:
     lines += ["", "| family | | rows | fp32 | bf16 autocast | bf16 weights |", "|---|---|---|---|---|---|"]
     by_cell = {(one.family, one.case, one.way): one for one in found}
     for family, case in dict.fromkeys((one.family, one.case) for one in found):
-        cells = " | ".join(_shown(by_cell.get((family, case, way))) for way in WAYS)
+        cells = " | ".join(_show(by_cell.get((family, case, way))) for way in WAYS)
         lines.append(f"| {family} | {FAMILIES[family].kind} | {case} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def _shown(one: Figures | None) -> str:
+def _show(one: Figures | None) -> str:
     if one is None:
         return ""
     text = f"{one.loss:.0e} {one.gradients:.0e} {one.cosine:.0e}"
@@ -308,7 +308,7 @@ def tried(name: str, device: str) -> list[Figures] | str:
         problem = f"{name}: {type(error).__name__}: {error}"
         print(problem, flush=True)
         return problem
-    told = "; ".join(f"{one.case} {one.way} {_shown(one)}" for one in found)
+    told = "; ".join(f"{one.case} {one.way} {_show(one)}" for one in found)
     print(f"{time.monotonic() - begun:5.1f} s  {name}: {told}", flush=True)
     return found
 

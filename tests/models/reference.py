@@ -23,7 +23,7 @@ def project(part: EncoderPart, encoder: nn.Module, projection: nn.Module, inputs
     return projection(part.select(encoder(**inputs), inputs))
 
 
-def merged_embeddings(language_model: PreTrainedModel, ids_BS: Tensor, features_TD: Tensor, token_id: int) -> Tensor:
+def merge_embeddings(language_model: PreTrainedModel, ids_BS: Tensor, features_TD: Tensor, token_id: int) -> Tensor:
     """Look the text up and put the features where the items' tokens are, in reading order."""
     is_item_BS = ids_BS == token_id
     embeddings_BSD = language_model.get_input_embeddings()(ids_BS.masked_fill(is_item_BS, 0)).clone()
@@ -35,7 +35,7 @@ def run_batch(language_model: PreTrainedModel, batch: Inputs, features_TD: Tenso
     """Run the language model on the whole padded batch."""
     ids_BS, mask_BS = batch["input_ids"], batch["attention_mask"]
     arguments: dict[str, Any] = {
-        "inputs_embeds": merged_embeddings(language_model, ids_BS, features_TD, token_id),
+        "inputs_embeds": merge_embeddings(language_model, ids_BS, features_TD, token_id),
         "attention_mask": mask_BS,
     }
     if "labels" in batch:
@@ -53,7 +53,7 @@ def run_rows(language_model: PreTrainedModel, batch: Inputs, features_TD: Tensor
     for ids_S, mask_S in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         row_1S = ids_S[mask_S.bool()].unsqueeze(0)
         end = start + int((row_1S == token_id).sum())
-        embeddings = merged_embeddings(language_model, row_1S, features_TD[start:end], token_id)
+        embeddings = merge_embeddings(language_model, row_1S, features_TD[start:end], token_id)
         logits.append(language_model(inputs_embeds=embeddings).logits[0])
         start = end
     return logits

@@ -90,12 +90,12 @@ def shrunken_list(name: str, value: Any) -> Any:
     return value
 
 
-def stored_values(config: PreTrainedConfig) -> dict[str, Any]:
+def list_stored_values(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what the config stores, without what it only computes."""
     return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
-def kept_layers(values: dict[str, Any]) -> tuple[int, list[int]]:
+def keep_layers(values: dict[str, Any]) -> tuple[int, list[int]]:
     """Return the number of layers and the ones to keep: the first of every kind, and at least `LAYERS`."""
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
     per_layer = [value for value in values.values() if isinstance(value, list) and len(value) == count]
@@ -109,8 +109,8 @@ def kept_layers(values: dict[str, Any]) -> tuple[int, list[int]]:
 
 def shrunken_values(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the keyword arguments that make a config of the same class tiny."""
-    values = stored_values(config)
-    count, kept = kept_layers(values)
+    values = list_stored_values(config)
+    count, kept = keep_layers(values)
     free_ids = iter(range(TABLE - 1, VOCABULARY, -1))
     tiny: dict[str, Any] = {}
     for name, value in values.items():
@@ -142,7 +142,7 @@ def shrunken_configs(config_class: type[PreTrainedConfig], problems: list[str]) 
     """Yield ever bolder attempts at a tiny config; what was wrong with one goes to `problems`."""
     default = config_class()
     tiny = shrunken_values(default)
-    values = {**stored_values(default), **tiny}
+    values = {**list_stored_values(default), **tiny}
     layers = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), LAYERS)
     # Some defaults are left open although the model cannot be built without them.
     filled: dict[str, Any] = {name: size for name in values if values[name] is None and (size := rule_of(name))}
@@ -175,7 +175,7 @@ def tiny_models(
     """
     for config in shrunken_configs(config_class, problems):
         own = config_for(model_class, config)
-        for name in adjust.keys() & stored_values(own).keys():
+        for name in adjust.keys() & list_stored_values(own).keys():
             setattr(own, name, adjust[name])
         try:
             with torch.device("meta"):

@@ -45,7 +45,7 @@ def whisper() -> WhisperEncoder:
     )  # fmt: skip
 
 
-def composed(**options: Any) -> MultimodalModel:
+def compose_model(**options: Any) -> MultimodalModel:
     model = MultimodalModel(encoders={"vision": clip(), "audio": whisper()}, language_model=llama(), **options)
     model.set_modality_token_ids({"vision": VISION, "audio": AUDIO})
     return model

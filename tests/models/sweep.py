@@ -350,13 +350,13 @@ def section(title: str, verdicts: list[Verdict]) -> str:
         counts=", ".join(
             f"{counts[status]} {status}" for status in (SUPPORTED, REFUSED, WRONG, NOT_BUILT) if counts[status]
         ),
-        supported=listed(verdicts, SUPPORTED),
+        supported=list_classes(verdicts, SUPPORTED),
         refused="\n".join(f"| `{model}` | {cell(reason)} |" for model, reason in reasons),
-        not_built=listed(verdicts, NOT_BUILT),
+        not_built=list_classes(verdicts, NOT_BUILT),
     )
 
 
-def listed(verdicts: list[Verdict], status: str) -> str:
+def list_classes(verdicts: list[Verdict], status: str) -> str:
     """Write the names of all models with one verdict."""
     return ", ".join(f"`{verdict.model}`" for verdict in verdicts if verdict.status == status)
 

@@ -44,7 +44,7 @@ def pair(name: str) -> tuple[Family, PreTrainedModel, DecomposedModel]:
     return family, whole, parts
 
 
-def labelled(batch: Inputs) -> Inputs:
+def label_rows(batch: Inputs) -> Inputs:
     """Add labels at every token, placeholders and padding too, but one."""
     labels = batch["input_ids"].clone()
     labels[0, -2] = -100
@@ -86,8 +86,8 @@ def assert_same_step(whole: PreTrainedModel, parts: MultimodalModel, batch: Inpu
 def test_logits_loss_and_gradients_are_equal(name: str) -> None:
     family, whole, parts = pair(name)
     for side in SIDES:
-        assert_same_step(whole, parts, labelled(family.batch(whole, side)))
-    assert_same_step(whole, parts, labelled(text_batch()))
+        assert_same_step(whole, parts, label_rows(family.batch(whole, side)))
+    assert_same_step(whole, parts, label_rows(text_batch()))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -122,14 +122,14 @@ def test_training_with_gradient_checkpointing_is_equal(name: str) -> None:
     parts.train()
     whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     parts.gradient_checkpointing_enable()
-    assert_same_step(whole, parts, labelled(family.batch(whole)))
+    assert_same_step(whole, parts, label_rows(family.batch(whole)))
 
 
 def test_experts_are_balanced_as_in_the_original() -> None:
     family, whole, parts = pair("qwen3-vl-moe")
     if "output_router_logits" not in inspect.signature(type(whole).forward).parameters:
         pytest.skip("this transformers does not name the argument")
-    batch = labelled(family.batch(whole))
+    batch = label_rows(family.batch(whole))
     expected = whole(**batch, output_router_logits=True)
     found = parts(**batch, output_router_logits=True)
     assert torch.equal(expected.loss, found.loss)
@@ -142,7 +142,7 @@ def test_tied_embeddings_stay_tied(name: str, tied: bool) -> None:
     config = FAMILIES[name].config()
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
     whole = getattr(transformers, FAMILIES[name].model_class)(config).eval()
-    batch = labelled(FAMILIES[name].batch(whole))
+    batch = label_rows(FAMILIES[name].batch(whole))
     parts = MultimodalModel.from_multimodal(copy.deepcopy(whole))
     language_model: Any = parts.language_model
     table, head = language_model.get_input_embeddings(), language_model.get_output_embeddings()
@@ -208,7 +208,7 @@ def test_freezing(trained: str) -> None:
     family, whole, parts = pair("llava-next")
     modes = {"vision": (trained == "encoder", trained == "projector")}
     parts.train(encoders_mode=modes, llm_mode=trained == "language model")
-    parts(**labelled(family.batch(whole))).loss.backward()
+    parts(**label_rows(family.batch(whole))).loss.backward()
     prefixes = {
         "encoder": ("vision_encoder.module.",),
         "projector": ("vision_encoder.projector.",),
@@ -222,7 +222,7 @@ def test_freezing(trained: str) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-audio"])
 def test_adapters_on_the_parts(name: str) -> None:
     family, whole, parts = pair(name)
-    batch = labelled(family.batch(whole))
+    batch = label_rows(family.batch(whole))
     before = parts(**batch).logits
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     parts.language_model = peft.get_peft_model(parts.language_model, config)
@@ -254,7 +254,7 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     with torch.no_grad():
         for parameter in parts.parameters():
             parameter.zero_()
-    assert_same_step(whole, twin, labelled(family.batch(whole)))
+    assert_same_step(whole, twin, label_rows(family.batch(whole)))
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-audio", "qwen3-vl", "gemma3"])
@@ -363,7 +363,7 @@ def test_rebuilding_from_the_origin(name: str) -> None:
     assert type(frame.language_model).__name__ == type(parts.language_model).__name__
     again = rebuild(origin, device="cpu")
     again.load_state_dict(parts.state_dict())
-    assert_same_step(whole, again.eval(), labelled(family.batch(whole)))
+    assert_same_step(whole, again.eval(), label_rows(family.batch(whole)))
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl"])

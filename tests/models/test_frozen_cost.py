@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from cornstarch import MultimodalModel
-from tests.models.small import composed, ragged
+from tests.models.small import compose_model, ragged
 
 
 def flops(work: object) -> int:
@@ -45,7 +45,7 @@ def bytes_saved_by(part: nn.Module, model: MultimodalModel) -> int:
 
 
 def test_frozen_encoder_saves_nothing() -> None:
-    model = composed()
+    model = compose_model()
     assert bytes_saved_by(model.vision_encoder.module, model) > 0
     model.train(encoders_mode={"vision": (False, True)}, llm_mode=True)
     assert bytes_saved_by(model.vision_encoder.module, model) == 0
@@ -53,7 +53,7 @@ def test_frozen_encoder_saves_nothing() -> None:
 
 
 def test_frozen_language_model_saves_less_than_a_trained_one() -> None:
-    model = composed()
+    model = compose_model()
     trained = bytes_saved_by(model.language_model, model)
     model.train(encoders_mode={"vision": (False, True), "audio": (False, True)}, llm_mode=False)
     assert bytes_saved_by(model.language_model, model) < 0.8 * trained
@@ -61,7 +61,7 @@ def test_frozen_language_model_saves_less_than_a_trained_one() -> None:
 
 def test_frozen_encoder_costs_its_forward_only() -> None:
     """FLOPs of a whole step = encoder forward + a step of the rest on the encoder's finished output."""
-    model = composed()
+    model = compose_model()
     model.train(encoders_mode={"vision": (False, True), "audio": (True, True)}, llm_mode=True)
     batch = ragged()
     whole = flops(lambda: model(**batch).loss.backward())
@@ -85,7 +85,7 @@ class Finished(nn.Module):
 
 
 def test_everything_frozen_has_no_graph_and_part_by_part_costs_grow() -> None:
-    model = composed()
+    model = compose_model()
     batch = ragged()
     model.train(llm_mode=False)
     assert not model(**batch).loss.requires_grad
@@ -100,7 +100,7 @@ def test_everything_frozen_has_no_graph_and_part_by_part_costs_grow() -> None:
 
 
 def test_no_optimizer_state_for_frozen_parts() -> None:
-    model = composed()
+    model = compose_model()
     model.train(encoders_mode={"vision": (False, True), "audio": (False, False)}, llm_mode=False)
     optimizer = torch.optim.AdamW(model.parameters())
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -116,7 +116,7 @@ def test_no_optimizer_state_for_frozen_parts() -> None:
 
 @pytest.mark.parametrize("llm_mode", [False, True])
 def test_freezing_changes_no_gradient_of_what_is_trained(llm_mode: bool) -> None:
-    full, partly = composed(), composed()
+    full, partly = compose_model(), compose_model()
     partly.train(encoders_mode={"vision": (False, True), "audio": (False, True)}, llm_mode=llm_mode)
     for model in (full, partly):
         model(**ragged()).loss.backward()

@@ -27,7 +27,7 @@ from cornstarch import (
 )
 from cornstarch.models.multimodal_language_model.language_model_check import check_language_model
 from tests import zoo
-from tests.models.small import AUDIO, PATCHES, VISION, WHISPER_SINUSOIDS, clip, composed, llama, ragged, row
+from tests.models.small import AUDIO, PATCHES, VISION, WHISPER_SINUSOIDS, clip, compose_model, llama, ragged, row
 
 
 def by_hand(model: MultimodalModel, batch: dict[str, Tensor], sample: int, image: slice, sound: slice) -> Tensor:
@@ -50,7 +50,7 @@ def by_hand(model: MultimodalModel, batch: dict[str, Tensor], sample: int, image
 
 @pytest.mark.parametrize("left", [False, True], ids=["right padding", "left padding"])
 def test_ragged_batch_equals_each_sample_by_hand(left: bool) -> None:
-    model = composed().eval()
+    model = compose_model().eval()
     batch = ragged(left)
     logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
     shares = [
@@ -67,7 +67,7 @@ def test_ragged_batch_equals_each_sample_by_hand(left: bool) -> None:
 
 
 def test_padding_on_either_side_gives_the_same_loss() -> None:
-    model = composed().eval()
+    model = compose_model().eval()
     torch.testing.assert_close(model(**ragged(left=True)).loss, model(**ragged(left=False)).loss, rtol=1e-5, atol=1e-6)
 
 
@@ -85,7 +85,7 @@ def test_all_items_in_one_row_need_no_sizes() -> None:
 
 
 def test_gradients_reach_every_part_and_not_the_placeholder_rows() -> None:
-    model = composed()
+    model = compose_model()
     model(**ragged()).loss.backward()
     without = [name for name, p in model.named_parameters() if p.grad is None]
     # CLIP's pooling norm is not on the way to the tokens; Whisper's sinusoids are fixed by Whisper.
@@ -97,7 +97,7 @@ def test_gradients_reach_every_part_and_not_the_placeholder_rows() -> None:
 
 
 def test_encoder_absent_from_the_batch_is_not_run() -> None:
-    model = composed()
+    model = compose_model()
     ran: list[str] = []
     for name, encoder in model.encoders.items():
         encoder.module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
@@ -121,7 +121,7 @@ def test_no_encoders_is_the_plain_language_model() -> None:
 
 
 def test_attributes_are_as_documented() -> None:
-    model = composed(init_projector_type="mlp", init_activation="silu")
+    model = compose_model(init_projector_type="mlp", init_activation="silu")
     assert isinstance(model.vision_encoder, ModalEncoderModule)
     assert isinstance(model.vision_encoder.module, CLIPVisionModel)
     assert isinstance(model.vision_encoder.projector, MultimodalProjector)
@@ -147,7 +147,7 @@ def test_two_encoders_with_the_same_argument_take_nested_inputs() -> None:
 
 
 def test_text_attention_mask_never_reaches_an_encoder() -> None:
-    model = composed()
+    model = compose_model()
     seen: list[set[str]] = []
     model.audio_encoder.module.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(set(kwargs)), with_kwargs=True
@@ -250,7 +250,7 @@ def test_llm_callback_gets_what_it_names_and_replaces() -> None:
         seen.update(ids=input_ids, rate=frame_rate, pixels=pixel_values)
         return {"position_ids": torch.arange(input_ids.shape[1])[None] + 3}
 
-    model = composed(preprocess_llm_callback=callback).eval()
+    model = compose_model(preprocess_llm_callback=callback).eval()
     batch = {k: v for k, v in ragged().items() if k != "labels"}
     shifted = model(**batch, frame_rate=2.0).logits
     assert torch.equal(seen["ids"], batch["input_ids"]) and seen["rate"] == 2.0
@@ -264,7 +264,7 @@ def test_llm_callback_gets_what_it_names_and_replaces() -> None:
 
 
 def test_freezing_sets_gradients_and_modes() -> None:
-    model = composed()
+    model = compose_model()
     assert model.train(encoders_mode={"vision": (False, True), "audio": (True, False)}, llm_mode=False) is model
     trained = {
         "vision": (model.vision_encoder.module, False),
@@ -280,7 +280,7 @@ def test_freezing_sets_gradients_and_modes() -> None:
 
 
 def test_llm_mode_alone_applies_to_all_parts() -> None:
-    model = composed()
+    model = compose_model()
     model.train(llm_mode=False)
     assert not any(p.requires_grad for p in model.parameters())
     model.train({name: (True, True) for name in model.encoders}, llm_mode=True)
@@ -289,7 +289,7 @@ def test_llm_mode_alone_applies_to_all_parts() -> None:
 
 
 def test_plain_train_and_eval_keep_torch_meaning() -> None:
-    model = composed()
+    model = compose_model()
     model.train(encoders_mode={"vision": (False, True)}, llm_mode=False)
     flags = [p.requires_grad for p in model.parameters()]
     assert model.eval() is model and not any(m.training for m in model.modules())
@@ -303,7 +303,7 @@ def test_plain_train_and_eval_keep_torch_meaning() -> None:
 )
 def test_unknown_encoder_is_refused_with_the_known_ones(call: Any) -> None:
     with pytest.raises(ValueError, match=r"no encoder '(visoin|video)'.*\['vision', 'audio'\]"):
-        call(composed())
+        call(compose_model())
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -324,11 +324,11 @@ def test_unknown_encoder_is_refused_with_the_known_ones(call: Any) -> None:
 )
 def test_batch_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        composed()(**{**ragged(), **change})
+        compose_model()(**{**ragged(), **change})
 
 
 def test_an_image_split_over_two_samples_is_refused() -> None:
-    model = composed()
+    model = compose_model()
     ids = torch.tensor([[VISION] * (PATCHES - 1) + [3] * 2, [VISION] * (PATCHES + 1)])
     with pytest.raises(ConfigError, match="Sample 0 has 4 vision tokens.* have 5 features"):
         model(input_ids=ids, pixel_values=torch.randn(2, 3, 8, 8))
@@ -341,7 +341,7 @@ def test_missing_token_ids_are_a_clear_error() -> None:
 
 
 def test_token_ids_are_checked() -> None:
-    model = composed()
+    model = compose_model()
     with pytest.raises(ConfigError, match="no encoder 'video'"):
         model.set_modality_token_ids({"video": 3})
     with pytest.raises(ConfigError, match="share a token id"):
@@ -388,17 +388,19 @@ def test_projector_that_does_not_fit_names_both_sizes(
         (lambda: ModalEncoderModule(clip(), attention="both"), "causal, item, modality"),
         (lambda: MultimodalModel(encoders={"vision": clip()}), "language_model is a NoneType"),
         (lambda: MultimodalModel(encoders={"my eye": clip()}, language_model=llama()), "'my eye'"),
-        (lambda: composed(init_projector_type="qformer"), "linear, mlp"),
-        (lambda: composed(init_projector_type="mlp", init_activation="gelo"), "'gelo'"),
+        (lambda: compose_model(init_projector_type="qformer"), "linear, mlp"),
+        (lambda: compose_model(init_projector_type="mlp", init_activation="gelo"), "'gelo'"),
         (lambda: MultimodalProjector(MultimodalProjectorConfig(in_features=3)), "out_features"),
         (lambda: MultimodalModel([clip()], llama()), "encoders is a list; expected a dictionary"),
         (lambda: ModalEncoderModule(clip(), projector="mlp"), "projector is a str"),
-        (lambda: composed().train(encoders_mode={"vision": "yes"}), "True or False"),
-        (lambda: composed().train(encoders_mode={"vision": (True,)}), "expected .encoder, projector."),
-        (lambda: composed().set_modality_token_ids({"vision": "<vision>"}), "expected a number"),
-        (lambda: composed()(input_ids=torch.tensor([[1, 99]])), "the token 99, but .* has 64 rows"),
+        (lambda: compose_model().train(encoders_mode={"vision": "yes"}), "True or False"),
+        (lambda: compose_model().train(encoders_mode={"vision": (True,)}), "expected .encoder, projector."),
+        (lambda: compose_model().set_modality_token_ids({"vision": "<vision>"}), "expected a number"),
+        (lambda: compose_model()(input_ids=torch.tensor([[1, 99]])), "the token 99, but .* has 64 rows"),
         (
-            lambda: composed()(input_ids=torch.tensor([[VISION] * 5]), vision={"pixel_value": torch.randn(1, 3, 8, 8)}),
+            lambda: compose_model()(
+                input_ids=torch.tensor([[VISION] * 5]), vision={"pixel_value": torch.randn(1, 3, 8, 8)}
+            ),
             "vision encoder does not take 'pixel_value'. Did you mean 'pixel_values'",
         ),
     ],
@@ -529,7 +531,7 @@ def test_attention_of_encoder_tokens_equals_brute_force(attention: Any) -> None:
 
 
 def test_packed_rows_equal_their_documents_alone() -> None:
-    model = composed().eval()
+    model = compose_model().eval()
     batch = ragged()
     first, second = (batch["input_ids"][i][batch["attention_mask"][i].bool()] for i in (0, 1))
     packed = torch.cat([first, second])[None]
@@ -550,7 +552,7 @@ def test_packed_rows_equal_their_documents_alone() -> None:
 
 def test_no_label_is_predicted_from_another_document() -> None:
     """The loss of a packed row is that of its documents, though its labels were not masked by hand."""
-    model = composed().eval()
+    model = compose_model().eval()
     texts = [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8, 9])]
     row_ids, documents = torch.cat(texts)[None], torch.tensor([[1, 1, 1, 1, 2, 2, 2]])
     packed = model(input_ids=row_ids, documents=documents, labels=row_ids).loss * 5
@@ -562,7 +564,7 @@ def test_no_label_is_predicted_from_another_document() -> None:
 def test_input_of_another_length_is_refused(name: str) -> None:
     batch = ragged()
     with pytest.raises(ConfigError, match=rf"{name} has shape \(4, 39\), the text \(4, 40\)"):
-        composed()(**{**batch, name: batch[name][:, :-1]})
+        compose_model()(**{**batch, name: batch[name][:, :-1]})
 
 
 # ------------------------------------------------------------------------------------------------- use
@@ -570,7 +572,7 @@ def test_input_of_another_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
 def test_generate_puts_the_prompt_in_front(options: dict[str, Any]) -> None:
-    model = composed().eval()
+    model = compose_model().eval()
     batch = {k: v for k, v in ragged(left=True).items() if k != "labels"}
     torch.manual_seed(0)
     found = model.generate(**batch, max_new_tokens=3, **{"do_sample": False, **options})
@@ -580,7 +582,7 @@ def test_generate_puts_the_prompt_in_front(options: dict[str, Any]) -> None:
 
 
 def test_greedy_generation_equals_repeated_forward() -> None:
-    model = composed().eval()
+    model = compose_model().eval()
     batch = {k: v for k, v in ragged(left=True).items() if k != "labels"}
     found = model.generate(**batch, max_new_tokens=3, do_sample=False)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -606,7 +608,7 @@ def test_generation_with_images_that_see_both_ways_equals_repeated_forward() -> 
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
-    plain = composed().train()
+    plain = compose_model().train()
     checkpointed = copy.deepcopy(plain)
     checkpointed.gradient_checkpointing_enable()
     for model in (plain, checkpointed):
@@ -638,7 +640,7 @@ def test_parts_may_have_different_precisions() -> None:
 
 def test_loss_can_be_weighted_by_tokens() -> None:
     """num_items_in_batch reaches the language model's loss: a sum over tokens by a global count."""
-    model = composed().eval()
+    model = compose_model().eval()
     batch = ragged()
     count = int(((batch["labels"] >= 0) & (batch["labels"] < VISION))[:, 1:].sum())
     mean = model(**batch).loss

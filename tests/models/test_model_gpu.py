@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cornstarch import ModalEncoderModule, MultimodalModel
-from tests.models.small import PATCHES, VISION, clip, composed, llama, ragged
+from tests.models.small import PATCHES, VISION, clip, compose_model, llama, ragged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def assert_same_on_gpu(model: MultimodalModel, batch: dict[str, Any], tolerance:
 
 @pytest.mark.parametrize("left", [False, True])
 def test_ragged_batch(left: bool) -> None:
-    assert_same_on_gpu(composed(), ragged(left))
+    assert_same_on_gpu(compose_model(), ragged(left))
 
 
 @pytest.mark.parametrize("attention", ["causal", "item", "modality"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.numerics import FAMILIES, LONG, compared, figures, packed_batch, page
+from tests.models.numerics import FAMILIES, LONG, compare, figures, pack_batch, page
 from tests.models.whole_models import FAMILIES as WHOLE
 from tests.zoo import ENCODERS, LANGUAGE_MODELS
 
@@ -24,7 +24,7 @@ def test_every_family_is_covered() -> None:
 
 
 def test_long_rows_have_documents_and_are_longer_than_blocks_of_flex_attention() -> None:
-    batch = packed_batch([5] * 6)
+    batch = pack_batch([5] * 6)
     assert batch["documents"].shape == (2, LONG) and LONG > 2 * 128
     assert batch["documents"].amax(1).tolist() == [3, 2]
     assert torch.equal(batch["documents"] > 0, batch["attention_mask"] > 0)
@@ -35,13 +35,13 @@ def test_a_wrong_gradient_is_detected(change: float, seen: int) -> None:
     gradient = torch.randn(32, 32, dtype=torch.double)
     expected = 2.0, {"weight": gradient, "bias": torch.zeros(32, dtype=torch.double)}
     found = 2.0, {**expected[1], "weight": change * gradient}
-    assert len(compared("llava", "short", "autocast", found, expected).problems()) == seen
+    assert len(compare("llava", "short", "autocast", found, expected).problems()) == seen
 
 
 def test_a_wrong_or_non_finite_loss_is_detected() -> None:
     gradients = {"weight": torch.ones(32, 32, dtype=torch.double)}
     for loss in (2.1, float("nan")):
-        (problem,) = compared("llava", "short", "fp32", (loss, gradients), (2.0, gradients)).problems()
+        (problem,) = compare("llava", "short", "fp32", (loss, gradients), (2.0, gradients)).problems()
         assert "llava, short rows, fp32: loss" in problem
     with pytest.raises(AssertionError, match="only one side has gradients of"):
-        compared("llava", "short", "fp32", (2.0, {}), (2.0, gradients))
+        compare("llava", "short", "fp32", (2.0, {}), (2.0, gradients))

@@ -99,7 +99,7 @@ LENGTHS = [13, 4, 9, 21, 2, 17]  # longer and shorter than windows and chunks of
 LIMIT = 30
 
 
-def trained(sample: Sample, placeholder: int | None = zoo.MODALITY_TOKEN) -> int:
+def count_trained(sample: Sample, placeholder: int | None = zoo.MODALITY_TOKEN) -> int:
     """Number of labels of one sample that the loss is the mean over."""
     labels = sample["labels"]
     return int(((labels != IGNORED) & (labels != placeholder))[1:].sum())
@@ -126,7 +126,7 @@ def assert_packed_equals_alone(
     packed: nn.Module, batch: Sample, reference: nn.Module, samples: list[Sample], placeholder: int | None
 ) -> None:
     """Compare the summed loss and every gradient, also whether there is one."""
-    counts = [trained(sample, placeholder) for sample in samples]
+    counts = [count_trained(sample, placeholder) for sample in samples]
     expected = sum(total_loss(reference, alone(s), n) for s, n in zip(samples, counts, strict=True) if n)
     expected.backward()
     found = total_loss(packed, batch, sum(counts))
@@ -282,7 +282,7 @@ def test_mrope_positions_start_anew_in_each_document(given: str) -> None:
     if given == "by the samples":
         assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
     # The original knows no placeholders that are not trained on: it predicts them like text.
-    counts = [trained(sample, None) for sample in samples]
+    counts = [count_trained(sample, None) for sample in samples]
     losses = [total_loss(whole, alone(s), n) for s, n in zip(samples, counts, strict=True)]
     sum(losses).backward()
     found = total_loss(parts, batch, sum(counts))

@@ -24,7 +24,7 @@ from tests.zoo import LANGUAGE_MODELS
 QUERY = {"r": 2, "target_modules": ["q_proj"]}
 
 
-def trained(model: nn.Module) -> nn.Module:
+def move_trained(model: nn.Module) -> nn.Module:
     """Move whatever is trained away from where it was initialised."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def trained(model: nn.Module) -> nn.Module:
     return model
 
 
-def composed(language_model: nn.Module, encoder: nn.Module | None = None) -> MultimodalModel:
+def compose_model(language_model: nn.Module, encoder: nn.Module | None = None) -> MultimodalModel:
     model = MultimodalModel({"vision": encoder or clip()}, language_model)
     model.set_modality_token_ids({"vision": VISION})
     return model
@@ -58,7 +58,7 @@ def round_trip(model: MultimodalModel, folder: Path) -> MultimodalModel:
 
 
 def test_only_adapters_and_projector_are_trained() -> None:
-    model = composed(get_peft_model(llama(), LoraConfig(**QUERY)), get_peft_model(clip(), LoraConfig(**QUERY)))
+    model = compose_model(get_peft_model(llama(), LoraConfig(**QUERY)), get_peft_model(clip(), LoraConfig(**QUERY)))
     model.train(encoders_mode={"vision": True}, llm_mode=True)
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all("lora_" in name or ".projector." in name for name in names)
@@ -70,7 +70,7 @@ def test_only_adapters_and_projector_are_trained() -> None:
 
 
 def test_generate_runs_through_the_adapters() -> None:
-    base, adapted = composed(llama()), composed(trained(get_peft_model(llama(), LoraConfig(**QUERY))))
+    base, adapted = compose_model(llama()), compose_model(move_trained(get_peft_model(llama(), LoraConfig(**QUERY))))
     options = {"max_new_tokens": 4, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     expected, found = base.generate(**batch(), **options), adapted.generate(**batch(), **options)
     assert found.sequences.shape == expected.sequences.shape
@@ -103,7 +103,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 def test_adapters_on_the_language_model_come_back(method: str, tied: bool, tmp_path: Path) -> None:
     language_model = llama(tie_word_embeddings=tied)
     plain_names = set(language_model.state_dict())
-    model = composed(trained(get_peft_model(language_model, METHODS[method]())))
+    model = compose_model(move_trained(get_peft_model(language_model, METHODS[method]())))
     loaded = round_trip(model, tmp_path / "model")
     assert type(loaded.language_model) is type(model.language_model)
     # transformers loads the base, PEFT the adapter on it; neither knows of Cornstarch.
@@ -123,16 +123,17 @@ def test_precisions_of_adapters_come_back(base: torch.dtype, adapters: torch.dty
     for parameter in language_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(adapters)
-    model = composed(llama())
-    model.language_model = trained(language_model)
+    model = compose_model(llama())
+    model.language_model = move_trained(language_model)
     model.save_pretrained(tmp_path / "model")
     exact(MultimodalModel.from_pretrained(tmp_path / "model"), model)
 
 
 def test_adapters_on_encoder_and_projector_come_back(tmp_path: Path) -> None:
-    model = composed(llama(), trained(get_peft_model(clip(), LoraConfig(**QUERY, modules_to_save=["post_layernorm"]))))
-    projector = model.vision_encoder.projector
-    model.vision_encoder.projector = trained(get_peft_model(projector, LoraConfig(r=2, target_modules=["projection"])))
+    saved = LoraConfig(**QUERY, modules_to_save=["post_layernorm"])
+    model = compose_model(llama(), move_trained(get_peft_model(clip(), saved)))
+    adapters = LoraConfig(r=2, target_modules=["projection"])
+    model.vision_encoder.projector = move_trained(get_peft_model(model.vision_encoder.projector, adapters))
     loaded = round_trip(model, tmp_path / "model")
     assert isinstance(loaded.vision_encoder.module, PeftModel)
     assert isinstance(loaded.vision_encoder.projector, PeftModel)
@@ -145,7 +146,8 @@ def test_adapters_on_encoder_and_projector_come_back(tmp_path: Path) -> None:
 
 def test_adapters_on_experts_come_back(tmp_path: Path) -> None:
     config = LoraConfig(**QUERY, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    round_trip(composed(trained(get_peft_model(LANGUAGE_MODELS["qwen3_moe"].build(), config))), tmp_path / "model")
+    experts = move_trained(get_peft_model(LANGUAGE_MODELS["qwen3_moe"].build(), config))
+    round_trip(compose_model(experts), tmp_path / "model")
 
 
 @pytest.mark.parametrize("active", [["one"], ["two"], ["default"], ["one", "two"]])
@@ -155,13 +157,13 @@ def test_all_adapters_and_the_active_ones_are_restored(active: list[str], tmp_pa
     if active == ["default"]:
         language_model.add_adapter("default", LoraConfig(r=1, target_modules=["k_proj"]))
     language_model.base_model.set_adapter(active)
-    loaded = round_trip(composed(trained(language_model)), tmp_path / "model")
+    loaded = round_trip(compose_model(move_trained(language_model)), tmp_path / "model")
     assert loaded.language_model.active_adapters == active
     assert list(loaded.language_model.peft_config) == list(language_model.peft_config)
 
 
 def test_disabled_adapters_stay_disabled(tmp_path: Path) -> None:
-    model = composed(trained(get_peft_model(llama(), LoraConfig(**QUERY))))
+    model = compose_model(move_trained(get_peft_model(llama(), LoraConfig(**QUERY))))
     enabled = logits(model, batch())
     model.language_model.base_model.disable_adapter_layers()
     loaded = round_trip(model, tmp_path / "model")
@@ -170,7 +172,7 @@ def test_disabled_adapters_stay_disabled(tmp_path: Path) -> None:
 
 
 def test_a_frozen_model_trains_its_adapters_again(tmp_path: Path) -> None:
-    model = composed(get_peft_model(llama(), LoraConfig(**QUERY)), get_peft_model(clip(), LoraConfig(**QUERY)))
+    model = compose_model(get_peft_model(llama(), LoraConfig(**QUERY)), get_peft_model(clip(), LoraConfig(**QUERY)))
     model.train(encoders_mode={"vision": (False, True)}, llm_mode=False)
     loaded = round_trip(model, tmp_path / "model")
     for each in (model, loaded):
@@ -180,7 +182,7 @@ def test_a_frozen_model_trains_its_adapters_again(tmp_path: Path) -> None:
 
 
 def test_a_loaded_model_can_be_saved_again(tmp_path: Path) -> None:
-    model = composed(trained(get_peft_model(llama(), LoraConfig(**QUERY))))
+    model = compose_model(move_trained(get_peft_model(llama(), LoraConfig(**QUERY))))
     model.save_pretrained(tmp_path / "first")
     MultimodalModel.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     exact(MultimodalModel.from_pretrained(tmp_path / "second"), model)
@@ -190,7 +192,7 @@ def test_a_loaded_model_can_be_saved_again(tmp_path: Path) -> None:
 
 
 def test_an_unloaded_adapter_is_gone_from_the_next_save(tmp_path: Path) -> None:
-    model = composed(trained(get_peft_model(llama(), LoraConfig(**QUERY))))
+    model = compose_model(move_trained(get_peft_model(llama(), LoraConfig(**QUERY))))
     model.save_pretrained(tmp_path / "model")
     model.language_model = model.language_model.merge_and_unload()
     round_trip(model, tmp_path / "model")
@@ -200,7 +202,7 @@ def test_an_unloaded_adapter_is_gone_from_the_next_save(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- what is refused
 
 
-def _merged() -> nn.Module:
+def _merge() -> nn.Module:
     language_model = get_peft_model(llama(), LoraConfig(**QUERY))
     language_model.merge_adapter()
     return language_model
@@ -215,13 +217,13 @@ def _adaption_prompt() -> nn.Module:
     return get_peft_model(llama(), config)
 
 
-def _quantised() -> nn.Module:
+def _quantise() -> nn.Module:
     language_model = get_peft_model(llama(), LoraConfig(**QUERY))
     language_model.get_base_model().hf_quantizer = object()
     return language_model
 
 
-def _injected() -> nn.Module:
+def _inject() -> nn.Module:
     language_model = llama()
     language_model.add_adapter(LoraConfig(**QUERY))
     return language_model
@@ -230,17 +232,17 @@ def _injected() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (_merged, "merged into the base weights. Call unmerge_adapter"),
+        (_merge, "merged into the base weights. Call unmerge_adapter"),
         (_prompts, "Prompt learning .* cannot be saved"),
         (_adaption_prompt, "cannot be told from adapter weights in PEFT's AdaptedAttention"),
-        (_quantised, "base under the adapters is quantised"),
-        (_injected, "language_model has adapters inside.*get_peft_model"),
+        (_quantise, "base under the adapters is quantised"),
+        (_inject, "language_model has adapters inside.*get_peft_model"),
     ],
 )
 def test_adapters_that_cannot_be_loaded_are_not_saved(
     build: Callable[[], nn.Module], message: str, tmp_path: Path
 ) -> None:
-    model = composed(llama())
+    model = compose_model(llama())
     model.language_model = build()
     with pytest.raises(ConfigError, match=message):
         model.save_pretrained(tmp_path / "model")
@@ -248,14 +250,14 @@ def test_adapters_that_cannot_be_loaded_are_not_saved(
 
 
 def test_without_peft_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    composed(get_peft_model(llama(), LoraConfig(**QUERY))).save_pretrained(tmp_path / "model")
+    compose_model(get_peft_model(llama(), LoraConfig(**QUERY))).save_pretrained(tmp_path / "model")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="language_model has PEFT adapters.*pip install peft"):
         MultimodalModel.from_pretrained(tmp_path / "model")
 
 
 def test_a_flipped_bit_in_an_adapter_is_detected(tmp_path: Path) -> None:
-    composed(get_peft_model(llama(), LoraConfig(**QUERY))).save_pretrained(tmp_path / "model")
+    compose_model(get_peft_model(llama(), LoraConfig(**QUERY))).save_pretrained(tmp_path / "model")
     path = tmp_path / "model/language_model/adapter/adapter_model.safetensors"
     content = bytearray(path.read_bytes())
     content[-5] ^= 1

@@ -29,6 +29,7 @@ from cornstarch.models.multimodal_language_model import (
     model_part,
 )
 from cornstarch.models.multimodal_language_model import model_folder as folder
+from tests.forked import run_in_child
 from tests.models.small import VISION, clip, llama, ragged, whisper
 from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
@@ -435,7 +436,7 @@ def _deep_description(saved: Path) -> None:
     (saved / DESCRIPTION).write_text("[" * 100_000)
 
 
-def _flipped_description(saved: Path) -> None:
+def _flip_description(saved: Path) -> None:
     text = (saved / DESCRIPTION).read_text()
     (saved / DESCRIPTION).write_text(text.replace('"vision": 64', '"vision": 65'))
 
@@ -444,13 +445,13 @@ def _newer(saved: Path) -> None:
     rewrite(saved, lambda content: content.update(format=folder.FORMAT + 1, unknown={}))
 
 
-def _flipped_bit(saved: Path) -> None:
+def _flip_bit(saved: Path) -> None:
     weights = bytearray((saved / "language_model/model.safetensors").read_bytes())
     weights[-17] ^= 4
     (saved / "language_model/model.safetensors").write_bytes(weights)
 
 
-def _truncated(saved: Path) -> None:
+def _truncate(saved: Path) -> None:
     os.truncate(saved / "vision_encoder/model.safetensors", 5000)
 
 
@@ -458,7 +459,7 @@ def _missing_file(saved: Path) -> None:
     os.remove(saved / "vision_projector/model.safetensors")
 
 
-def _edited_config(saved: Path) -> None:
+def _edit_config(saved: Path) -> None:
     text = (saved / "language_model/config.json").read_text()
     (saved / "language_model/config.json").write_text(text.replace('"silu"', '"relu"'))
 
@@ -473,7 +474,7 @@ def _only_bin(saved: Path) -> None:
     rewrite(saved, change)
 
 
-def _listed_pickle(saved: Path) -> None:
+def _list_pickle(saved: Path) -> None:
     add_listed(saved, "language_model/pytorch_model.bin", "x")
 
 
@@ -491,7 +492,7 @@ def _foreign_class(saved: Path) -> None:
     rewrite(saved, lambda content: content["parts"]["language_model"].update(class_path="os.system"))
 
 
-def _smuggled_class(saved: Path) -> None:
+def _smuggle_class(saved: Path) -> None:
     path = "transformers.modeling_utils.partial"
     rewrite(saved, lambda content: content["parts"]["language_model"].update(class_path=path))
 
@@ -532,7 +533,7 @@ def _traversal_in_shards(saved: Path) -> None:
     add_listed(saved, "language_model/model.safetensors.index.json", '{"weight_map": {"a": "../../x.safetensors"}}')
 
 
-def _unlisted_shard(saved: Path) -> None:
+def _unlist_shard(saved: Path) -> None:
     add_listed(saved, "language_model/model.safetensors.index.json", '{"weight_map": {"a": "x.safetensors"}}')
 
 
@@ -558,18 +559,18 @@ def _unknown_parameter(saved: Path) -> None:
         (_something_else, "cornstarch_model.json is missing"),
         (_cut_description, "cornstarch_model.json is damaged: it is not JSON"),
         (_deep_description, "cornstarch_model.json is damaged"),
-        (_flipped_description, "cornstarch_model.json is damaged or was edited.*verify=False"),
+        (_flip_description, "cornstarch_model.json is damaged or was edited.*verify=False"),
         (_newer, f"format {folder.FORMAT + 1} by a newer Cornstarch.*up to {folder.FORMAT}. Update"),
-        (_flipped_bit, "language_model/model.safetensors is damaged"),
-        (_truncated, r"vision_encoder/model.safetensors has 5000 bytes, but \d+ were saved"),
+        (_flip_bit, "language_model/model.safetensors is damaged"),
+        (_truncate, r"vision_encoder/model.safetensors has 5000 bytes, but \d+ were saved"),
         (_missing_file, "vision_projector/model.safetensors is missing"),
-        (_edited_config, "language_model/config.json is damaged or was edited.*verify=False"),
+        (_edit_config, "language_model/config.json is damaged or was edited.*verify=False"),
         (_only_bin, "language_model/model.safetensors is missing: weights are read from safetensors files only"),
-        (_listed_pickle, "pytorch_model.bin may hold a pickle"),
+        (_list_pickle, "pytorch_model.bin may hold a pickle"),
         (_foreign_weights, "index.json is not a file of the saved model"),
         (_auto_map, "vision_encoder/config.json asks to run Python code.*auto_map.*trust_remote_code=True"),
         (_foreign_class, "language_model is a os.system.*not imported.*classes={'language_model'"),
-        (_smuggled_class, "not imported because a file names it"),
+        (_smuggle_class, "not imported because a file names it"),
         (_unknown_class, "LlamaForNothing does not exist in the installed version"),
         (_other_class, "OPTForCausalLM"),
         (_traversal_in_files, "'../secret', which does not lie in the model's folder"),
@@ -578,7 +579,7 @@ def _unknown_parameter(saved: Path) -> None:
         (_traversal_in_adapters, "'../..' is not a plain name"),
         (_missing_adapter, "language_model/adapter/adapter_config.json is missing"),
         (_traversal_in_shards, "'../../x.safetensors', which does not lie"),
-        (_unlisted_shard, "x.safetensors, which was not saved"),
+        (_unlist_shard, "x.safetensors, which was not saved"),
         (_missing_part, "its parts do not match its encoders.*vision_projector"),
         (_unknown_field, "surprise"),
         (_unknown_parameter, "no.such.weight"),
@@ -608,12 +609,12 @@ def test_every_flipped_bit_is_detected(saved: Path) -> None:
 
 
 def test_edited_configs_are_read_without_verification(saved: Path) -> None:
-    _edited_config(saved)
-    _flipped_description(saved)
+    _edit_config(saved)
+    _flip_description(saved)
     loaded = MultimodalModel.from_pretrained(saved, verify=False)
     assert loaded.language_model.config.hidden_act == "relu"
     assert loaded.modality_token_ids == {"vision": 65}
-    _truncated(saved)
+    _truncate(saved)
     with pytest.raises(ConfigError, match="5000 bytes"):
         MultimodalModel.from_pretrained(saved, verify=False)
 
@@ -737,19 +738,6 @@ def test_other_files_in_the_folder_stay(saved: Path) -> None:
     assert (saved / "tokenizer.json").read_text() == "tokens"
 
 
-def in_child(action: Callable[[], None]) -> int:
-    """Run something in a process of its own and return its exit status (-9: killed)."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize(("mode", "loads"), [(0o000, False), (0o555, True)], ids=["unreadable", "read-only"])
 def test_no_permission(mode: int, loads: bool) -> None:
     model = vision_model()
@@ -770,7 +758,7 @@ def test_no_permission(mode: int, loads: bool) -> None:
                     MultimodalModel.from_pretrained(saved)
 
         os.chmod(parent, mode)
-        status = in_child(without_rights)
+        status = run_in_child(without_rights)
         os.chmod(parent, 0o755)
         assert status == 0
 
@@ -819,7 +807,7 @@ def test_a_kill_at_any_step_leaves_a_model(tmp_path: Path) -> None:
             kill_at(step, place)
             models["new"].save_pretrained(target)
 
-        status = in_child(save)
+        status = run_in_child(save)
         if target.exists():
             seen.append(which(target, models))
         else:

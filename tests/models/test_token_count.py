@@ -311,14 +311,14 @@ CALCULATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "split": lambda x: torch.cat([piece[:1] for piece in x.split(known([1, 3]).tolist())]),
     "factory": lambda x: torch.zeros(3, 2, device=x.device) + x[:3],
     "in place": lambda x: x.clone().add_(1).mul_(x),
-    "written": lambda x: _written(x),
+    "written": lambda x: _write(x),
     "position": lambda x: x + torch.arange(len(x), device=x.device)[:, None] ** 0.5,
     "like": lambda x: torch.cat([torch.full_like(x, 2), x.new_zeros(1, 2)]),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x) * torch.polar(torch.ones(4), torch.ones(4))),
 }
 
 
-def _written(x: Tensor) -> Tensor:
+def _write(x: Tensor) -> Tensor:
     rows = torch.empty(6, 2, dtype=x.dtype, device=x.device)
     rows[:4] = x
     rows[known([False] * 4 + [True] * 2)] = x[0]

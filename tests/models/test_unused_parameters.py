@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from tests.models.small import PATCHES, VISION, clip, composed, llama
+from tests.models.small import PATCHES, VISION, clip, compose_model, llama
 from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
 
@@ -70,7 +70,7 @@ def test_parameters_of_whole_models(name: str) -> None:
 
 
 def test_frozen_parameters_are_not_reported_as_unused() -> None:
-    model = composed()
+    model = compose_model()
     assert {name.split(".")[2] for name in model.find_unused_parameters()} == {"post_layernorm"}
     model.train(encoders_mode={"vision": (False, True)})
     assert model.find_unused_parameters() == []

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from cornstarch import MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from tests.models.small import composed, ragged
+from tests.models.small import compose_model, ragged
 
 PARTS = ("vision_encoder", "vision_encoder.module", "vision_encoder.projector", "language_model")
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -44,8 +44,8 @@ def wrap(model: MultimodalModel, part: str, wrapper: Callable[[nn.Module], nn.Mo
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_wrapper_is_called(kind: str, part: str) -> None:
-    expected_loss, expected = loss_and_gradients(composed())
-    model = composed()
+    expected_loss, expected = loss_and_gradients(compose_model())
+    model = compose_model()
     inner = model.get_submodule(part)
     calls = wrap(model, part, WRAPPERS[kind])
     loss, found = loss_and_gradients(model)
@@ -58,7 +58,7 @@ def test_a_wrapper_is_called(kind: str, part: str) -> None:
 
 
 def test_adapters_around_an_encoder_and_its_projector() -> None:
-    model = composed()
+    model = compose_model()
     plain = model(**ragged()).logits
     adapters = LoraConfig(r=2, target_modules=["q_proj", "projection"], init_lora_weights=False)
     calls = wrap(model, "vision_encoder", lambda part: get_peft_model(part, adapters))  # type: ignore[arg-type]

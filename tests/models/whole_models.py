@@ -85,7 +85,7 @@ class Family:
         lengths = self.lengths(model, items)
         runs = list(zip(self.tokens, lengths, strict=True))
         samples = [_sentence(runs)] if side == "none" else [_sentence(runs[:1]), _sentence(runs[1:])]
-        ids, mask = _padded(samples, side)
+        ids, mask = _pad(samples, side)
         return {"input_ids": ids, "attention_mask": mask, **self.text(ids), **items}
 
 
@@ -97,7 +97,7 @@ def _sentence(runs: list[tuple[int, int]]) -> Tensor:
     return torch.tensor(ids)
 
 
-def _padded(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
+def _pad(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     longest = max(len(sample) for sample in samples)
     ids = torch.full((len(samples), longest), PAD)
     mask = torch.zeros_like(ids)
@@ -117,7 +117,7 @@ def why_not_here(name: str, whole: PreTrainedModel) -> str | None:
 def text_batch(side: str = "left") -> Inputs:
     """Return a batch without any item."""
     torch.manual_seed(2)
-    ids, mask = _padded([torch.randint(5, 80, (4,)), torch.randint(5, 80, (7,))], side)
+    ids, mask = _pad([torch.randint(5, 80, (4,)), torch.randint(5, 80, (7,))], side)
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -172,7 +172,7 @@ def _llava_pixtral() -> Any:
     )
 
 
-def _sized_images() -> Inputs:
+def _draw_sized_images() -> Inputs:
     return {"pixel_values": torch.randn(3, 3, 32, 32), "image_sizes": torch.tensor([[32, 16], [16, 32], [32, 32]])}
 
 
@@ -203,7 +203,7 @@ def _llava_onevision() -> Any:
     )
 
 
-def _tiled_images() -> Inputs:
+def _tile_images() -> Inputs:
     return {"pixel_values": torch.randn(3, 5, 3, 16, 16), "image_sizes": torch.tensor([[20, 30], [30, 14], [32, 27]])}
 
 
@@ -589,13 +589,13 @@ CLIPS = (AUDIO, AUDIO, AUDIO)
 
 FAMILIES: Mapping[str, Family] = {
     "llava": Family("LlavaForConditionalGeneration", _llava, _images, _image_lengths),
-    "llava-pixtral": Family("LlavaForConditionalGeneration", _llava_pixtral, _sized_images, _image_lengths),
-    "llava-next": Family("LlavaNextForConditionalGeneration", _llava_next, _tiled_images, _image_lengths),
+    "llava-pixtral": Family("LlavaForConditionalGeneration", _llava_pixtral, _draw_sized_images, _image_lengths),
+    "llava-next": Family("LlavaNextForConditionalGeneration", _llava_next, _tile_images, _image_lengths),
     "llava-next-video": Family(
-        "LlavaNextVideoForConditionalGeneration", _llava_next_video, _tiled_images, _image_lengths
+        "LlavaNextVideoForConditionalGeneration", _llava_next_video, _tile_images, _image_lengths
     ),
     "llava-onevision": Family(
-        "LlavaOnevisionForConditionalGeneration", _llava_onevision, _tiled_images, _image_lengths
+        "LlavaOnevisionForConditionalGeneration", _llava_onevision, _tile_images, _image_lengths
     ),
     "vipllava": Family("VipLlavaForConditionalGeneration", _vipllava, _images, _image_lengths),
     "qwen2-vl": Family("Qwen2VLForConditionalGeneration", _qwen2_vl, _patches, _image_lengths, text=_types),
@@ -611,10 +611,10 @@ FAMILIES: Mapping[str, Family] = {
         tokens=(IMAGE, AUDIO, IMAGE),
     ),
     "aria": Family("AriaForConditionalGeneration", _aria, _images, _image_lengths),
-    "lighton-ocr": Family("LightOnOcrForConditionalGeneration", _lighton_ocr, _sized_images, _image_lengths),
+    "lighton-ocr": Family("LightOnOcrForConditionalGeneration", _lighton_ocr, _draw_sized_images, _image_lengths),
     "qwen2-audio": Family("Qwen2AudioForConditionalGeneration", _qwen2_audio, _clips, _clip_lengths, tokens=CLIPS),
     "internvl": Family("InternVLForConditionalGeneration", _internvl, _images, _image_lengths),
-    "mistral3": Family("Mistral3ForConditionalGeneration", _mistral3, _sized_images, _image_lengths),
+    "mistral3": Family("Mistral3ForConditionalGeneration", _mistral3, _draw_sized_images, _image_lengths),
     "gemma3": Family("Gemma3ForConditionalGeneration", _gemma3, _images, _image_lengths, text=_token_types),
     "paligemma": Family("PaliGemmaForConditionalGeneration", _paligemma, _images, _image_lengths, text=_token_types),
     "idefics2": Family("Idefics2ForConditionalGeneration", _idefics2, _one_image_per_row, _image_lengths),

@@ -123,7 +123,7 @@ def _processor_class(name: str) -> Any:
     raise ImportError(f"{name} is in no module of this transformers")
 
 
-def typed(conversation: Conversation) -> list[dict[str, Any]]:
+def type_text(conversation: Conversation) -> list[dict[str, Any]]:
     """Return a conversation as processors take it."""
 
     def written(part: Part) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
         options = {"processor_kwargs": options}
     template = processor.chat_template or processor.tokenizer.chat_template
     if hasattr(processor.tokenizer, "mode"):  # mistral-common has no template, and takes sounds as files
-        return dict(processor.apply_chat_template([with_files(typed(conversation)) for conversation in given]))
+        return dict(processor.apply_chat_template([with_files(type_text(conversation)) for conversation in given]))
     if template is None:
         questions, answers, items = zip(*map(_question_and_answer, given), strict=True)
         images = list(items) if any(items) else None
@@ -158,7 +158,7 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
             )
         )
     batch = processor.apply_chat_template(
-        [typed(conversation) for conversation in given],
+        [type_text(conversation) for conversation in given],
         chat_template=template,
         tokenize=True,
         return_dict=True,
@@ -192,7 +192,7 @@ def _question_and_answer(conversation: Conversation) -> tuple[str, str, list[Any
     return text, "".join(map(str, answer)), items
 
 
-def expected_labels(batch: Mapping[str, Any], tokenizer: Any, family: StoredFamily) -> Tensor:
+def compute_expected_labels(batch: Mapping[str, Any], tokenizer: Any, family: StoredFamily) -> Tensor:
     """Return the ids of the answers and of what ends them; answers are found by their words."""
     labels = torch.full_like(batch["input_ids"], IGNORED)
     for row, ids in enumerate(batch["input_ids"].tolist()):

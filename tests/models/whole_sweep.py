@@ -84,21 +84,21 @@ def _judge_kind(verdict: Verdict, subject: Subject, kind: str) -> None:
                 case, NOT_ASKED, "its processor makes images so large that tests do not try every conversation"
             )
             continue
-        with _noted(verdict, case):
+        with _note(verdict, case):
             subject.check([conversation])
             alone.append(conversation)
     if not alone:
         return
     good: Sequence[Conversation] = alone[-1:]  # where several at once are not possible
-    with _noted(verdict, TOGETHER):
+    with _note(verdict, TOGETHER):
         good = subject.check_together(alone)
     for case, check in ((GRADIENTS, subject.check_gradients), (PACKED, subject.check_packed)):
-        with _noted(verdict, case):
+        with _note(verdict, case):
             check(good)
 
 
 @contextlib.contextmanager
-def _noted(verdict: Verdict, case: str) -> Iterator[None]:
+def _note(verdict: Verdict, case: str) -> Iterator[None]:
     try:
         yield
         verdict.note(case, EQUAL)
@@ -152,7 +152,7 @@ class Subject:
         if any(map(_has_items, given)) and not _has_more_than_text(expected):
             raise self._must_refuse(given, ValueError("it leaves the items out"))
         own_labels = expected.pop("labels", None)
-        labels = oracle.expected_labels(expected, self.processor.tokenizer, self.family)
+        labels = oracle.compute_expected_labels(expected, self.processor.tokenizer, self.family)
         if own_labels is not None and not torch.equal(own_labels, labels):
             raise WrongError("the processor's own labels are others than those of the test")
         with torch.no_grad():

@@ -25,7 +25,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def composed(name: str, trained: bool) -> ModalEncoderModule:
+def compose_model(name: str, trained: bool) -> ModalEncoderModule:
     """Return an encoder of the zoo with a projector; of some, a callback sees all that is put out."""
     width = zoo.MERGED if name.startswith("qwen") else zoo.ENCODER_HIDDEN
     looked_at = (lambda inputs, output: output) if name in ("clip", "qwen3_vl") else None
@@ -50,7 +50,7 @@ def seen_by(encoder: nn.Module) -> list[int]:
 
 def passed(name: str, counts: Sequence[int], trained: bool) -> tuple[str, list[int]]:
     """Encode so many items on each rank, alone and lent; return what differs, and what this rank encoded each time."""
-    encoder, inputs = composed(name, trained), zoo.ENCODERS[name].inputs
+    encoder, inputs = compose_model(name, trained), zoo.ENCODERS[name].inputs
     rank = dist.get_rank()
     weights = torch.randn(10_000, generator=zoo.generator(8 + rank))
 
@@ -117,7 +117,7 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-def refused() -> dict[str, str]:
+def collect_refusal() -> dict[str, str]:
     """Let one rank have something that cannot be lent; all must end."""
     rank = dist.get_rank()
     odd = odd_one()

@@ -28,7 +28,7 @@ from tests.trainer.tiny import tiny_config
 BUCKET = "parallel.data.bucket_mb"
 
 
-def wrapped_with(bucket: float | str | None) -> tuple[MeasuredBucket | None, int]:
+def wrap_with(bucket: float | str | None) -> tuple[MeasuredBucket | None, int]:
     """Return what was measured, and the size that DDP was given."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     plan = DataPlan(bucket_mb=bucket)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_all_ranks_measure_the_same_bucket_size(workers: Pool) -> None:
 
 
 def test_ddp_uses_the_bucket_size_measured_for_the_link(workers: Pool) -> None:
-    told = workers.run(2, wrapped_with, "auto")
+    told = workers.run(2, wrap_with, "auto")
     assert told[0] == told[1]
     chosen, size = told[0]
     bytes_of_all = 4 * 2 * (512 * 512 + 512)
@@ -60,9 +60,9 @@ def test_ddp_uses_the_bucket_size_measured_for_the_link(workers: Pool) -> None:
 
 
 def test_bucket_size_is_not_measured_by_default(workers: Pool) -> None:
-    (found, size), _ = workers.run(2, wrapped_with, 3.0)
+    (found, size), _ = workers.run(2, wrap_with, 3.0)
     assert found is None and size == 3 * 2**20
-    assert workers.run(2, wrapped_with, None)[0][0] is None
+    assert workers.run(2, wrap_with, None)[0][0] is None
 
 
 def test_gradients_equal_those_of_one_process(workers: Pool) -> None:

@@ -16,8 +16,7 @@ __all__ = ["workers"]
 LENGTHS = (10, 13, 12, 17)
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "tp 2": ((2,), {}, "inductor"),
-    "tp 2, sequence": ((2,), {"sequence": True}, "aot_eager"),
-    "tp 2 x fsdp 2": ((2, 2), {}, "aot_eager"),
+    "tp 2 x fsdp 2, sequence": ((2, 2), {"sequence": True}, "aot_eager"),
 }
 
 

@@ -17,12 +17,12 @@ from tests.parallel.work import (
     Step,
     adapters_in_fp32,
     alone,
-    called_inside,
-    layered,
+    build_layers,
+    call_inside,
     refuse_unused,
     rows,
     step,
-    trained_by_hand,
+    train_by_hand,
 )
 from tests.parity.pool import Pool
 
@@ -90,7 +90,7 @@ def test_zero1_takes_its_shards_of_compressed_means(workers: Pool, microbatches:
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
 def test_only_the_last_microbatch_synchronizes_gradients(workers: Pool, kind: str) -> None:
     for rank, found in enumerate(workers.run(2, step, {"kind": kind}, 1.0, 2)):
-        model = layered()
+        model = build_layers()
         (model(rows()[rank::2].chunk(2)[0]) / 2).backward()
         own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         assert_same(found.kept, own)
@@ -98,10 +98,10 @@ def test_only_the_last_microbatch_synchronizes_gradients(workers: Pool, kind: st
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "zero2"])
 def test_model_can_be_called_directly_inside_use_full_model(workers: Pool, kind: str) -> None:
-    model = layered()
+    model = build_layers()
     with torch.no_grad():
         expected = model.out(model.blocks[1](model.into(rows())))
-    for found in workers.run(2, called_inside, kind):
+    for found in workers.run(2, call_inside, kind):
         torch.testing.assert_close(found, expected)
 
 
@@ -158,8 +158,8 @@ TRAINED = {
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2"])
 def test_multimodal_model_wrapped_by_hand_trains_on_mixed_batches(workers: Pool, how: str, trained: str) -> None:
-    expected = trained_by_hand(None, *TRAINED[trained])
-    for found in workers.run(2, trained_by_hand, how, *TRAINED[trained]):
+    expected = train_by_hand(None, *TRAINED[trained])
+    for found in workers.run(2, train_by_hand, how, *TRAINED[trained]):
         plain = {name.removeprefix("module."): value for name, value in found.items()}
         assert plain.keys() == expected.keys()
         for name, value in expected.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cornstarch.parallel import distributed
-from tests.parallel.work import mesh_of, refused_mesh, talked
+from tests.parallel.work import collect_refused_mesh, mesh_of, talk
 from tests.parity.pool import Pool
 
 
@@ -19,7 +19,7 @@ def test_process_without_group_is_single() -> None:
 @pytest.mark.parametrize("values", [["", "é" * 1000, None], [{}, {"a": [1, 2.5, True, None]}, []]])
 def test_all_ranks_gather_json_values_in_rank_order(workers: Pool, values: list[object]) -> None:
     ranks = len(values)
-    for rank, found in enumerate(workers.run(ranks, talked, values)):
+    for rank, found in enumerate(workers.run(ranks, talk, values)):
         assert found == {
             "alone": False,
             "rank": rank,
@@ -39,4 +39,4 @@ def test_meshes_contain_the_expected_ranks(workers: Pool) -> None:
 @pytest.mark.parametrize("replicate", [3, 0, -1])
 def test_replica_count_that_does_not_divide_is_refused(workers: Pool, replicate: int) -> None:
     expected = f"{replicate} replicas do not fit 2 processes; expected one of 1, 2."
-    assert workers.run(2, refused_mesh, replicate) == [expected] * 2
+    assert workers.run(2, collect_refused_mesh, replicate) == [expected] * 2

@@ -46,7 +46,7 @@ def test_items_stay_where_moving_gains_nothing(workers: Pool) -> None:
 
 
 def test_error_on_one_rank_raises_on_all(workers: Pool) -> None:
-    first, second = workers.run(2, lent.refused)
+    first, second = workers.run(2, lent.collect_refusal)
     for found in (first, second):
         assert found["fine"] == found["fine again"] == found["frozen"] == ""
         assert "depend on which items are together" in found["mixes"]

@@ -87,7 +87,7 @@ def posted() -> list[list[float]]:
     return found
 
 
-def passed_on() -> list[float]:
+def pass_on() -> list[float]:
     """Pass a tensor round, and spoil it at once; return what arrives."""
     rank = dist.get_rank()
     with mock.patch.object(TensorTransport, "of", lambda group, device: TensorTransport(device, through_cpu=True)):
@@ -103,4 +103,4 @@ def test_stages_exchange_activations_through_the_cpu(workers: Pool) -> None:
 
 
 def test_ring_passes_tensors_through_the_cpu(workers: Pool) -> None:
-    assert workers.run(2, passed_on) == [[2.0] * 8, [1.0] * 6]
+    assert workers.run(2, pass_on) == [[2.0] * 8, [1.0] * 6]

@@ -45,12 +45,12 @@ def linears(count: int) -> list[nn.Module]:
     return [nn.Linear(2, 2) for _ in range(count)]
 
 
-def repeated() -> nn.Module:
+def find_repeated() -> nn.Module:
     one = nn.Linear(2, 2)
     return Around(nn.ModuleList([one, nn.Linear(2, 2), one]))
 
 
-def tied_into_a_layer() -> nn.Module:
+def tie_into_a_layer() -> nn.Module:
     model = Around(nn.ModuleList(linears(2)))
     model.head = nn.Linear(2, 2)
     model.head.weight = model.layers[1].weight  # type: ignore[union-attr, index, assignment]
@@ -73,8 +73,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         lambda: Around(nn.ModuleList([nn.ModuleDict({"a": nn.ModuleList(linears(2))})])),
         {"Linear": 2},
     ),
-    "one_layer_twice": (repeated, {"Linear": 1}),
-    "tied_into_a_layer": (tied_into_a_layer, {"Linear": 1}),
+    "one_layer_twice": (find_repeated, {"Linear": 1}),
+    "tied_into_a_layer": (tie_into_a_layer, {"Linear": 1}),
     "nothing": (lambda: nn.Linear(2, 2), {}),
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cornstarch.parallel.flat_shards import lay_out_flat
 from cornstarch.plan.balancing import assign_largest_first
 from tests import zoo
-from tests.parallel.work import refused_owners, sent_bytes, stepped_shards
+from tests.parallel.work import collect_refused_owners, count_sent_bytes, step_shards
 from tests.parity.pool import Pool
 
 
@@ -46,7 +46,7 @@ def test_assignment_is_deterministic() -> None:
     assert assign_largest_first([], 2) == []
 
 
-def expected_values(dtypes: bool, ranks: int = 2) -> dict[str, Tensor]:
+def compute_expected_values(dtypes: bool, ranks: int = 2) -> dict[str, Tensor]:
     """Return the parameters after both steps: the gradient of all numbers is the mean of 1, 2, … over ranks."""
     with zoo.reproducible(0):
         values = {f"p{n}": torch.randn(n + 1, 3).t() for n in range(5)}
@@ -62,9 +62,9 @@ def expected_values(dtypes: bool, ranks: int = 2) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtypes", [False, True], ids=["one type", "two types"])
 @pytest.mark.parametrize("keep_whole", [False, True], ids=["flat", "whole"])
 def test_ranks_step_shards_and_all_have_the_result(workers: Pool, keep_whole: bool, dtypes: bool) -> None:
-    found = workers.run(2, stepped_shards, keep_whole, dtypes, None)
+    found = workers.run(2, step_shards, keep_whole, dtypes, None)
     for one in found:
-        torch.testing.assert_close(one["values"], expected_values(dtypes))
+        torch.testing.assert_close(one["values"], compute_expected_values(dtypes))
         assert one["missing"] == (["p2"] if "p2" in one["shapes"] else [])  # no rank has a gradient of it
     whole = {f"p{n}": 3 * (n + 1) for n in range(5)}
     for name, size in whole.items():
@@ -77,22 +77,22 @@ def test_ranks_step_shards_and_all_have_the_result(workers: Pool, keep_whole: bo
 
 
 def test_subgroup_divides_parameters_among_its_ranks(workers: Pool) -> None:
-    other, *found = workers.run(3, stepped_shards, False, False, [1, 2])
+    other, *found = workers.run(3, step_shards, False, False, [1, 2])
     assert other is None
     for one in found:
-        torch.testing.assert_close(one["values"], expected_values(False))
+        torch.testing.assert_close(one["values"], compute_expected_values(False))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_step_sends_as_much_as_ddp(workers: Pool, ranks: int) -> None:
     for kind in ("ddp", "zero1"):
-        for sent, formula in workers.run(ranks, sent_bytes, kind):
+        for sent, formula in workers.run(ranks, count_sent_bytes, kind):
             assert sent == pytest.approx(formula, rel=0.02), kind
 
 
 def test_fewer_whole_parameters_than_ranks_are_refused(workers: Pool) -> None:
     expected = "zero1 gives whole parameters to ranks for this optimizer, and there are 1 for 2 processes."
-    assert all(said.startswith(expected) for said in workers.run(2, refused_owners))
+    assert all(said.startswith(expected) for said in workers.run(2, collect_refused_owners))
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 5), st.sampled_from([1, 4]), st.booleans())

@@ -51,7 +51,7 @@ class Layered(nn.Module):
         return (self.out(x) ** 2).mean()
 
 
-def layered() -> Layered:
+def build_layers() -> Layered:
     """Return the model, always with the same weights."""
     with zoo.reproducible(0):
         return Layered()
@@ -75,7 +75,7 @@ class Step:
 
 def alone(most: float) -> Step:
     """Do the step in this process alone."""
-    model = layered()
+    model = build_layers()
     model(rows()).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), most)
     return Step(norm.item(), {name: p.grad for name, p in model.named_parameters()}, {})
@@ -84,7 +84,7 @@ def alone(most: float) -> Step:
 def step(plan: Mapping[str, Any], most: float, microbatches: int = 1) -> Step:
     """Do a step together, in microbatches, and clip its gradients."""
     given = DataPlan(**plan)
-    model = layered()
+    model = build_layers()
     replicate = (given.replicate or 1) if given.kind == "hsdp" else None
     wrapped = apply_data_parallel(model, data_mesh("cpu", replicate), given)
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
@@ -158,13 +158,13 @@ def batch_of(texts: Iterable[str], seed: int) -> dict[str, Tensor]:
     return batch | ({"pixel_values": torch.cat(pictures)} if pictures else {})
 
 
-def trained_tokens(batch: Mapping[str, Tensor]) -> int:
+def count_trained_tokens(batch: Mapping[str, Tensor]) -> int:
     """Return over how many tokens the loss of a batch is a mean."""
     counted = (batch["labels"] != zoo.IGNORED) & (batch["input_ids"] != zoo.MODALITY_TOKEN)
     return int(counted[:, 1:].sum())
 
 
-def wrapped_by_hand(model: MultimodalModel, how: str) -> nn.Module:
+def wrap_by_hand(model: MultimodalModel, how: str) -> nn.Module:
     """Wrap as the guide does."""
     blocks = {LlamaDecoderLayer, CLIPEncoderLayer}
     if how == "ddp":
@@ -180,15 +180,15 @@ def wrapped_by_hand(model: MultimodalModel, how: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict[str, Tensor]:
+def train_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict[str, Tensor]:
     """Train on mixed batches, alone if `how` is None; return all parameters."""
     model = multimodal(mode, llm)
-    wrapped: Any = model if how is None else wrapped_by_hand(model, how)
+    wrapped: Any = model if how is None else wrap_by_hand(model, how)
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-3, eps=1e-6)
     for number, shares in enumerate(MIXED):
         texts = [text for share in shares for text in share] if how is None else shares[dist.get_rank()]
         batch = batch_of(texts, number)
-        tokens = trained_tokens(batch)
+        tokens = count_trained_tokens(batch)
         share = tokens * distributed.world_size() / distributed.sum_over_ranks([tokens])[0]
         loss = wrapped(**batch).loss * share
         loss.backward()
@@ -203,7 +203,7 @@ def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict
 # ------------------------------------------------------------------------------------------------ the rest
 
 
-def stepped_shards(keep_whole: bool, dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
+def step_shards(keep_whole: bool, dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
     """Step the shards of some parameters by SGD, in two steps, of which the second has gradients on one rank only."""
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
@@ -246,7 +246,7 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent_bytes(kind: str) -> tuple[float, float]:
+def count_sent_bytes(kind: str) -> tuple[float, float]:
     """Return the bytes that a step sends, and those that the ring of an all-reduce of all gradients would send."""
     ranks, model = dist.get_world_size(), nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
     wrapped = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
@@ -264,12 +264,12 @@ def sent_bytes(kind: str) -> tuple[float, float]:
     return counter.sent, 2 * (ranks - 1) / ranks * sum(one.nbytes for one in trained.values())
 
 
-def refused_owners() -> str:
+def collect_refused_owners() -> str:
     """Deal out one parameter among several processes."""
     return _refusal(lambda: Zero1({"only": nn.Parameter(torch.zeros(2))}, keep_whole=True))
 
 
-def refused_mesh(replicate: int) -> str:
+def collect_refused_mesh(replicate: int) -> str:
     """Make a mesh that cannot be."""
     return _refusal(lambda: data_mesh("cpu", replicate))
 
@@ -288,7 +288,7 @@ def mesh_of(replicate: int | None) -> tuple[tuple[str, ...], list[Any]]:
     return mesh.mesh_dim_names or (), mesh.mesh.tolist()
 
 
-def talked(values: list[Any]) -> dict[str, Any]:
+def talk(values: list[Any]) -> dict[str, Any]:
     """Let processes tell one another what they have."""
     rank = dist.get_rank()
     return {
@@ -302,9 +302,9 @@ def talked(values: list[Any]) -> dict[str, Any]:
     }
 
 
-def called_inside(kind: str) -> Tensor:
+def call_inside(kind: str) -> Tensor:
     """Call a part of a sharded model that is no unit by itself."""
-    model = layered()
+    model = build_layers()
     wrapped = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
     wrapped(rows())
     with torch.no_grad(), use_full_model(wrapped):

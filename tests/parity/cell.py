@@ -85,7 +85,7 @@ def run(
     samples, loop = _samples(row, LOADS[load]), _loop(LOADS[load])
     with computed_in_double() if place.double else nullcontext():
         try:
-            trainer = made(row, samples, loop, parallel, tokenizer, folder, place=place)
+            trainer = make_trainer(row, samples, loop, parallel, tokenizer, folder, place=place)
         except ConfigError as error:
             return str(error)
         return outcome_of(trainer)
@@ -107,7 +107,7 @@ def outcome_of(trainer: RecordingTrainer) -> Outcome:
     return Outcome(losses, norms, totals, gradients, parameter_arrays(trainer.model, trainer.task.wrapped))
 
 
-def made(
+def make_trainer(
     row: str,
     samples: list[Sample],
     loop: Mapping[str, Any],
@@ -127,7 +127,7 @@ def made(
         "precision": place.precision,
         "attention": place.attention,
         "compile": "off",
-        "model": _replaced(row_of(row).model, TOKENIZER, tokenizer),
+        "model": _replace(row_of(row).model, TOKENIZER, tokenizer),
         "data": {
             "train": [{"path": "samples", "format": "given"}], "shuffle": False, "skip_limit": 1.0, **row_of(row).data,
             **(data or {}),
@@ -144,9 +144,9 @@ def made(
     return witness
 
 
-def _replaced(value: Any, word: str, by: str) -> Any:
+def _replace(value: Any, word: str, by: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _replaced(one, word, by) for key, one in value.items()}
+        return {key: _replace(one, word, by) for key, one in value.items()}
     return by if value == word else value
 
 
@@ -245,9 +245,9 @@ class Matrix:
     def deviation(self, found: list[Outcome], alone: Outcome, unused_are_zero: bool) -> Deviation:
         """Return how far processes are from one, by what the precision allows for."""
         if self.place == EXACT:
-            return compared(joined(found), alone, unused_are_zero)
+            return compare(join_outcomes(found), alone, unused_are_zero)
         measure = farthest if self.place.precision == "fp32" else relative_norm
-        return compared(joined(found, measure), alone, unused_are_zero, measure)
+        return compare(join_outcomes(found, measure), alone, unused_are_zero, measure)
 
     def alone(self, row: str, load: str, place: Place | None = None) -> Outcome:
         """Return what one process does; default: where the matrix is computed."""
@@ -268,7 +268,7 @@ class Matrix:
         return self._tokenizer, str(self._folder / f"run {self._runs}")
 
 
-def joined(outcomes: list[Outcome], measure: Measure | None = None) -> Outcome:
+def join_outcomes(outcomes: list[Outcome], measure: Measure | None = None) -> Outcome:
     """Return what all processes have together, and by a measure how far they agree; without one, to the bit."""
     first, spread = outcomes[0], 0.0
     for outcome in outcomes[1:]:
@@ -307,7 +307,7 @@ def _apart(found: Outcome, expected: Outcome) -> float:
     return max(abs(f - e) / (abs(e) or 1.0) for f, e in numbers)
 
 
-def compared(
+def compare(
     found: Outcome, expected: Outcome, unused_are_zero: bool = False, measure: Measure | None = None
 ) -> Deviation:
     """Return how far two outcomes are apart; what rounding does not explain raises."""

@@ -8,7 +8,7 @@ from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.tasks.task import Task
 from cornstarch.trainer.recording_trainer import RecordingTrainer
-from tests.parity.cell import STEPS, Outcome, made, outcome_of
+from tests.parity.cell import STEPS, Outcome, make_trainer, outcome_of
 from tests.parity.rows import ROWS
 from tests.parity.samples import alike
 
@@ -40,4 +40,4 @@ def run_frozen(trained: tuple[bool, bool, bool], schedule: str | None, tokenizer
     parallel = {} if schedule is None else {"modules": _MODULES, "schedule": schedule}
     samples = alike(ROWS["packed"].make, STEPS * 8)
     loop = {"steps": STEPS, "batch_size": 8, "accumulation": 4}
-    return outcome_of(made("packed", samples, loop, parallel, tokenizer, folder, kind=kind))
+    return outcome_of(make_trainer("packed", samples, loop, parallel, tokenizer, folder, kind=kind))

@@ -156,12 +156,12 @@ def _table(found: Results, precision: str) -> list[str]:
     heads = " | ".join(COLUMNS[column].title for column in WAYS)
     lines = [f"| | {heads} |", "|---" * (len(WAYS) + 1) + "|"]
     for row in ROWS:
-        shown = [_shown(found.get((row, column, precision)), precision) for column in WAYS]
+        shown = [_show(found.get((row, column, precision)), precision) for column in WAYS]
         lines.append(f"| {row_of(row).title} | {' | '.join(shown)} |")
     return lines
 
 
-def _shown(result: Deviation | str | None, precision: str) -> str:
+def _show(result: Deviation | str | None, precision: str) -> str:
     if result is None:
         return ""
     if isinstance(result, str):

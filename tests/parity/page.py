@@ -21,9 +21,9 @@ from tests.parity.cell import (
     Deviation,
     Matrix,
     Mismatch,
-    compared,
+    compare,
     farthest,
-    joined,
+    join_outcomes,
     together,
 )
 from tests.parity.columns import COLUMNS, LOADS
@@ -31,7 +31,7 @@ from tests.parity.experts import build_section, list_cells, run_cell
 from tests.parity.frozen import COMBINATIONS, PARTS, SCHEDULES, run_frozen
 from tests.parity.masks import MASKS, WAYS, run_mask
 from tests.parity.pool import Failed
-from tests.parity.random_steps import End, trained, trained_by_hand
+from tests.parity.random_steps import End, train_by_hand, train_run
 from tests.parity.rows import ROWS
 from tests.parity.taken_apart import gradients
 from tests.versions import versions_of
@@ -73,18 +73,18 @@ def cells() -> Iterator[Cell]:
 
 def random_steps(matrix: Matrix, row: str, kind: str, steps: int = MANY) -> tuple[float, float]:
     """Return how far losses and weights of 2 processes are from one after random steps with the Trainer."""
-    alone = matrix.remembered((row, steps), trained, row, steps, {}, *matrix.places())
+    alone = matrix.remembered((row, steps), train_run, row, steps, {}, *matrix.places())
     parallel = {"data": {"kind": kind}}
-    return _off(matrix.workers.run(2, trained, row, steps, parallel, *matrix.places(), seconds=_LONG), alone)
+    return _off(matrix.workers.run(2, train_run, row, steps, parallel, *matrix.places(), seconds=_LONG), alone)
 
 
 def by_hand(matrix: Matrix, way: str, frozen: bool, steps: int = MANY) -> tuple[float, float]:
     """Return the same for a loop without the Trainer."""
-    alone = matrix.remembered((frozen, steps), trained_by_hand, "alone", frozen, steps)
-    return _off(matrix.workers.run(2, trained_by_hand, way, frozen, steps, seconds=_LONG), alone)
+    alone = matrix.remembered((frozen, steps), train_by_hand, "alone", frozen, steps)
+    return _off(matrix.workers.run(2, train_by_hand, way, frozen, steps, seconds=_LONG), alone)
 
 
-def taken_apart(matrix: Matrix, family: str, kind: str) -> float:
+def take_apart(matrix: Matrix, family: str, kind: str) -> float:
     """Return how far the gradients of a whole model, taken apart and trained in 2 processes, are from one process."""
     alone = matrix.remembered(family, gradients, family, None)
     return farthest(together(matrix.workers.run(2, gradients, family, kind))[0], alone)[0]
@@ -94,7 +94,7 @@ def frozen(matrix: Matrix, trained: tuple[bool, bool, bool], schedule: str) -> D
     """Return how far a pipeline is from one process with some parts frozen."""
     alone = matrix.remembered(trained, run_frozen, trained, None, *matrix.places())
     found = matrix.workers.run(3, run_frozen, trained, schedule, *matrix.places())
-    return compared(joined(found), alone)
+    return compare(join_outcomes(found), alone)
 
 
 def masked(matrix: Matrix, mask: str, way: str) -> Deviation:
@@ -106,7 +106,7 @@ def masked(matrix: Matrix, mask: str, way: str) -> Deviation:
     found = matrix.workers.run(spread.ranks(MASKS[mask]), run_mask, mask, way, *matrix.places())
     if isinstance(found[0], str):
         raise Mismatch(found[0])
-    return compared(joined(found), alone)
+    return compare(join_outcomes(found), alone)
 
 
 def _off(found: list[End], alone: End) -> tuple[float, float]:
@@ -219,7 +219,7 @@ class Run:
         """Run a whole model that is taken apart."""
         title = f"{family}, {kind}"
         try:
-            off = taken_apart(self.matrix, family, kind)
+            off = take_apart(self.matrix, family, kind)
             self.apart[title], told, problem = (off,), f"{off:.0e}", None if off < TOLERANCE else f"{off:.0e}"
         except (Failed, Mismatch) as error:
             self.apart[title], told, problem = None, _FAILED, str(error)
@@ -327,12 +327,12 @@ def _table(load: str, found: Found, notes: dict[str, int]) -> list[str]:
     heads = [COLUMNS[name].title for name in columns]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
     for row, described in ROWS.items():
-        shown = [_shown(found.get((row, column, load)), column, row, notes) for column in columns]
+        shown = [_show(found.get((row, column, load)), column, row, notes) for column in columns]
         lines.append(f"| {described.title} | " + " | ".join(shown) + " |")
     return lines
 
 
-def _shown(result: Deviation | str | None, column: str, row: str, notes: dict[str, int]) -> str:
+def _show(result: Deviation | str | None, column: str, row: str, notes: dict[str, int]) -> str:
     if isinstance(result, Deviation):
         number = f"{result.worst:.0e}" if result.is_rounding else f"**{result.worst:.0e}**"
         if result.doubled is not None:

@@ -20,7 +20,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 from cornstarch import MultimodalModel, MultimodalProcessor
 from cornstarch.parallel import distributed
 from tests.models import local_processors
-from tests.parity.cell import Values, made, parameter_arrays
+from tests.parity.cell import Values, make_trainer, parameter_arrays
 from tests.parity.rows import ROWS
 from tests.parity.samples import WORDS, of_kinds
 from tests.zoo import ENCODERS, LANGUAGE_MODELS
@@ -32,14 +32,14 @@ KINDS = (". " * 4 + "i ii iii s ss is " + "x " * 4).split()
 BATCH = 4
 
 
-def trained(row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, folder: str) -> End:
+def train_run(row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, folder: str) -> End:
     """Train on steps of 4 random samples, many of them broken; return the losses, and the weights at the end."""
     drawn = random.Random(1)
     kinds = [drawn.choice(KINDS) for _ in range(steps * BATCH)]
     for broken in (8, 9, 10, 11, 20, 21, 26, 27):  # a step of nothing; one where one process has none; one the other
         kinds[broken] = "x"
     samples = of_kinds(ROWS[row].make, kinds)
-    trainer = made(row, samples, {"epochs": 1, "batch_size": BATCH}, parallel, tokenizer, folder)
+    trainer = make_trainer(row, samples, {"epochs": 1, "batch_size": BATCH}, parallel, tokenizer, folder)
     trainer.watching = False
     losses = []
     for batch in trainer.batches():
@@ -79,7 +79,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }  # fmt: skip
 
 
-def trained_by_hand(way: str, frozen: bool, steps: int) -> End:
+def train_by_hand(way: str, frozen: bool, steps: int) -> End:
     """Train in a loop as the documentation has it.
 
     With SGD, because in a step without any image a process alone has no gradient for the vision encoder, and several

@@ -9,7 +9,7 @@ import pytest
 from cornstarch.data.loader import StepBatch
 from cornstarch.metrics.metrics import StepResult
 from cornstarch.verify.twin_trial import TOLERANCE
-from tests.parity.cell import Matrix, Outcome, compared, joined, made, outcome_of
+from tests.parity.cell import Matrix, Outcome, compare, join_outcomes, make_trainer, outcome_of
 from tests.parity.columns import COLUMNS
 from tests.parity.rows import row_of
 from tests.parity.samples import mixed
@@ -22,7 +22,7 @@ def run(row: str, column: str | None, packing: bool, tokenizer: str, folder: str
     if packing:
         data |= {"max_length": 64, "tokens_per_step": 8 * 64}
     loop = {"steps": 3, "batch_size": 16, "accumulation": 2}
-    trainer = made(row, mixed(row_of(row).make), loop, parallel, tokenizer, folder, data=data)
+    trainer = make_trainer(row, mixed(row_of(row).make), loop, parallel, tokenizer, folder, data=data)
     tokens: list[list[int]] = []
     step = trainer.step
 
@@ -45,7 +45,7 @@ def test_balanced_samples(matrix: Matrix, column: str, packing: bool) -> None:
         matrix.workers.renew()
     found = matrix.workers.run(spread.ranks(row_of(row)), run, row, column, packing, *matrix.places())
     alone, _ = matrix.remembered((row, packing), run, row, None, packing, *matrix.places())
-    off = compared(joined([outcome for outcome, _ in found]), alone, spread.unused_are_zero)
+    off = compare(join_outcomes([outcome for outcome, _ in found]), alone, spread.unused_are_zero)
     assert off.worst < TOLERANCE, off
     # And they are dealt out otherwise than as they come, where the first process has texts and the last has images.
     if packing and column == "ddp":

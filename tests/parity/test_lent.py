@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from cornstarch.verify.twin_trial import TOLERANCE
-from tests.parity.cell import EXACT, Deviation, Matrix, Outcome, Place, made, outcome_of
+from tests.parity.cell import EXACT, Deviation, Matrix, Outcome, Place, make_trainer, outcome_of
 from tests.parity.columns import COLUMNS
 from tests.parity.on_device import PRECISIONS, problem
 from tests.parity.pool import Pool
@@ -22,7 +22,7 @@ def run(row: str, column: str | None, tokenizer: str, folder: str, place: Place 
     parallel = {} if column is None else COLUMNS[column].parallel(row_of(row))
     loop = {"steps": 3, "batch_size": 16, "accumulation": 2}
     data = {"balance_encoders": column is not None}
-    trainer = made(row, mixed(row_of(row).make), loop, parallel, tokenizer, folder, place=place, data=data)
+    trainer = make_trainer(row, mixed(row_of(row).make), loop, parallel, tokenizer, folder, place=place, data=data)
     seen: list[int] = []
 
     def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cornstarch.verify.twin_trial import TOLERANCE
-from tests.parity.cell import DOUBLED_TOLERANCE, Deviation, Matrix, Mismatch, Outcome, compared, joined
+from tests.parity.cell import DOUBLED_TOLERANCE, Deviation, Matrix, Mismatch, Outcome, compare, join_outcomes
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.page import cells
 from tests.parity.rows import ROWS
@@ -85,9 +85,9 @@ def outcome(**changes: object) -> Outcome:
 
 
 def test_equal_is_zero_and_a_little_is_little() -> None:
-    assert compared(outcome(), outcome()).worst == 0
+    assert compare(outcome(), outcome()).worst == 0
     near = outcome(losses=[2.0 + 1e-6], parameters={"a": np.array([1.0, 2.0 + 2e-6]), "b": np.array([1e-3])})
-    found = compared(near, outcome())
+    found = compare(near, outcome())
     assert found.loss == pytest.approx(5e-7) and found.parameters == pytest.approx(1e-6, rel=0.1)
 
 
@@ -103,39 +103,39 @@ def test_equal_is_zero_and_a_little_is_little() -> None:
     ],
 )
 def test_what_is_off_is_seen(name: str, value: object) -> None:
-    assert compared(outcome(**{name: value}), outcome()).worst > TOLERANCE
+    assert compare(outcome(**{name: value}), outcome()).worst > TOLERANCE
 
 
 def test_a_gradient_that_is_there_on_one_side_only_is_no_rounding() -> None:
     with pytest.raises(Mismatch, match="where one process has none"):
-        compared(outcome(gradients=[{"a": np.array([0.5, 0.0]), "b": np.zeros(1)}]), outcome())
+        compare(outcome(gradients=[{"a": np.array([0.5, 0.0]), "b": np.zeros(1)}]), outcome())
     with pytest.raises(Mismatch, match="none where it has one"):
-        compared(outcome(gradients=[{"a": None, "b": None}]), outcome())
+        compare(outcome(gradients=[{"a": None, "b": None}]), outcome())
     with pytest.raises(Mismatch, match="only on one side"):
-        compared(outcome(parameters={}), outcome())
+        compare(outcome(parameters={}), outcome())
     with pytest.raises(Mismatch, match="counted"):
-        compared(outcome(totals=[{"tokens": 4}]), outcome())
+        compare(outcome(totals=[{"tokens": 4}]), outcome())
 
 
 def test_zeros_stand_for_none_only_where_a_column_says_so() -> None:
     a = outcome().gradients[0]["a"]
     zeros, something = outcome(gradients=[{"a": a, "b": np.zeros(1)}]), outcome(gradients=[{"a": a, "b": np.ones(1)}])
-    assert compared(zeros, outcome(), unused_are_zero=True).zeros
-    assert not compared(outcome(), outcome(), unused_are_zero=True).zeros
+    assert compare(zeros, outcome(), unused_are_zero=True).zeros
+    assert not compare(outcome(), outcome(), unused_are_zero=True).zeros
     with pytest.raises(Mismatch):
-        compared(something, outcome(), unused_are_zero=True)
+        compare(something, outcome(), unused_are_zero=True)
 
 
 def test_processes_must_agree_to_the_bit() -> None:
-    assert joined([outcome(), outcome()]).losses == [2.0]
+    assert join_outcomes([outcome(), outcome()]).losses == [2.0]
     with pytest.raises(Mismatch, match="a differs"):
-        joined([outcome(), outcome(gradients=[{"a": np.array([0.5, 1e-12], dtype=np.float32), "b": None}])])
+        join_outcomes([outcome(), outcome(gradients=[{"a": np.array([0.5, 1e-12], dtype=np.float32), "b": None}])])
     with pytest.raises(Mismatch, match="do not agree"):
-        joined([outcome(), outcome(losses=[2.0 + 1e-12])])
+        join_outcomes([outcome(), outcome(losses=[2.0 + 1e-12])])
 
 
 def test_a_second_look_in_float64_tells_rounding_from_an_error() -> None:
-    rounded, off = compared(outcome(losses=[2.001]), outcome()), 2 * TOLERANCE
+    rounded, off = compare(outcome(losses=[2.001]), outcome()), 2 * TOLERANCE
     assert not rounded.is_rounding
     assert replace(rounded, doubled=DOUBLED_TOLERANCE / 10).is_rounding
     assert not replace(rounded, doubled=off).is_rounding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.cell import Deviation, Matrix, Mismatch, Outcome, Place, compared, joined, relative_norm
+from tests.parity.cell import Deviation, Matrix, Mismatch, Outcome, Place, compare, join_outcomes, relative_norm
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.on_device import BOUNDS, LOAD, PARTS, PRECISIONS, WAYS, page, place_of, problem
 from tests.parity.on_device import ROWS as ROWS_THERE
@@ -59,20 +59,20 @@ def off(share: float, **more: object) -> Outcome:
 
 
 def test_in_bf16_gradients_are_compared_by_their_norm() -> None:
-    found = compared(off(0.01), outcome(), measure=relative_norm)
+    found = compare(off(0.01), outcome(), measure=relative_norm)
     assert found.gradients == pytest.approx(0.01, rel=1e-3)
     assert problem(found, "bf16") is None and problem(found, "fp32") is not None
-    assert "gradients" in str(problem(compared(off(0.1), outcome(), measure=relative_norm), "bf16"))
-    assert "loss" in str(problem(compared(outcome(losses=[2.1]), outcome(), measure=relative_norm), "bf16"))
+    assert "gradients" in str(problem(compare(off(0.1), outcome(), measure=relative_norm), "bf16"))
+    assert "loss" in str(problem(compare(outcome(losses=[2.1]), outcome(), measure=relative_norm), "bf16"))
 
 
 def test_how_far_processes_are_from_one_another_is_measured() -> None:
-    whole = joined([outcome(), off(0.01)], relative_norm)
+    whole = join_outcomes([outcome(), off(0.01)], relative_norm)
     assert whole.spread == pytest.approx(0.01, rel=1e-3)
-    assert compared(whole, outcome(), measure=relative_norm).processes == whole.spread
-    assert "processes" in str(problem(compared(joined([outcome(), off(0.2)], relative_norm), outcome()), "bf16"))
+    assert compare(whole, outcome(), measure=relative_norm).processes == whole.spread
+    assert "processes" in str(problem(compare(join_outcomes([outcome(), off(0.2)], relative_norm), outcome()), "bf16"))
     with pytest.raises(Mismatch, match="do not agree"):
-        joined([outcome(), outcome(totals=[{"tokens": 4}])], relative_norm)
+        join_outcomes([outcome(), outcome(totals=[{"tokens": 4}])], relative_norm)
 
 
 def test_the_page_says_what_failed() -> None:

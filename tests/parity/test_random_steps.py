@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.cell import Matrix
-from tests.parity.page import BY_HAND, MANY, MANY_LIMIT, RANDOM, by_hand, random_steps
+from tests.parity.page import BY_HAND, MANY_LIMIT, RANDOM, by_hand, random_steps
+
+STEPS = 60  # `make parity` does 200; those of which the kind is not left to chance are among the first seven
 
 
 @pytest.mark.parametrize(("row", "kind"), [("vision_audio", "ddp"), ("vision_audio", "fsdp2")])
-def test_200_random_steps(matrix: Matrix, row: str, kind: str) -> None:
+def test_random_steps(matrix: Matrix, row: str, kind: str) -> None:
     assert (row, kind) in RANDOM
-    losses, weights = random_steps(matrix, row, kind, steps=MANY)
+    losses, weights = random_steps(matrix, row, kind, steps=STEPS)
     assert losses < 1e-5 and weights < MANY_LIMIT
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import Matrix, farthest, together
-from tests.parity.page import TAKEN_APART, taken_apart
+from tests.parity.page import TAKEN_APART, take_apart
 from tests.parity.taken_apart import gradients
 
 
 @pytest.mark.parametrize(("family", "kind"), TAKEN_APART)
 def test_images_in_one_process_and_text_in_the_other(matrix: Matrix, family: str, kind: str) -> None:
-    assert taken_apart(matrix, family, kind) < TOLERANCE
+    assert take_apart(matrix, family, kind) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -37,7 +37,7 @@ def numbers(tensors: Any) -> State:
     return {name: None if one is None else one.detach().numpy().copy() for name, one in tensors}
 
 
-def trained(model: nn.Module, layers: nn.Module, *others: nn.Module) -> tuple[list[float], State, State]:
+def train_run(model: nn.Module, layers: nn.Module, *others: nn.Module) -> tuple[list[float], State, State]:
     """Take three steps; return losses, the gradients of the first, and the parameters at the end."""
     own = [*layers.parameters(), *(p for other in others for p in other.parameters())]
     optimizer = torch.optim.AdamW(own, lr=1e-2)
@@ -58,7 +58,7 @@ def trained(model: nn.Module, layers: nn.Module, *others: nn.Module) -> tuple[li
 def run_in_one_process() -> tuple[list[float], State, State]:
     """Return what the plain layers do."""
     model = nn.Sequential(*small_layers())
-    return trained(model, model)
+    return train_run(model, model)
 
 
 def pipe(chunks: int, checkpoint: str) -> tuple[list[float], State, State]:
@@ -68,7 +68,7 @@ def pipe(chunks: int, checkpoint: str) -> tuple[list[float], State, State]:
         whole = nn.Sequential(*small_layers())
         inputs = batches()[0][0]
         torch.testing.assert_close(model.eval()(inputs), whole(inputs))
-    return trained(model.train(), model.module)
+    return train_run(model.train(), model.module)
 
 
 class Around(nn.Module):
@@ -90,7 +90,7 @@ def around(is_pipe: bool) -> tuple[list[float], State, State]:
     """Return what happens to modules around the layers, too."""
     model = Around(partial(Pipe, chunks=3) if is_pipe else lambda layers: layers)
     layers = model.inside.module if isinstance(model.inside, Pipe) else model.inside
-    return trained(model, layers, model.before, model.behind)
+    return train_run(model, layers, model.before, model.behind)
 
 
 def twice(is_pipe: bool, shared: bool) -> State:
@@ -119,7 +119,7 @@ def normed(deferred: bool, checkpoint: str = "always") -> State:
     return numbers(model.module.named_buffers())
 
 
-def refused(make: Callable[[], Any]) -> str:
+def collect_refusal(make: Callable[[], Any]) -> str:
     """Return the message of the error that a function raises."""
     try:
         make()
@@ -130,12 +130,12 @@ def refused(make: Callable[[], Any]) -> str:
 
 def pipe_of(layers: int, chunks: int, rows: int) -> str:
     """Return the error message of a pipe with the given numbers of layers, chunks and rows."""
-    return refused(lambda: Pipe(nn.Sequential(*small_layers()[:layers]), chunks)(torch.ones(rows, WIDTH)))
+    return collect_refusal(lambda: Pipe(nn.Sequential(*small_layers()[:layers]), chunks)(torch.ones(rows, WIDTH)))
 
 
 def module_of(stages: int, method: str = "uniform", layers: int = 6) -> str:
     """Return the error message of a module with the given numbers of stages and layers."""
-    return refused(lambda: PipelineModule(small_layers()[:layers], stages, partition_method=method))
+    return collect_refusal(lambda: PipelineModule(small_layers()[:layers], stages, partition_method=method))
 
 
 class Failing(nn.Linear):
@@ -176,7 +176,7 @@ def frozen_pipe(stage: int | None) -> tuple[bool, list[str], str]:
     if output.requires_grad:
         output.sum().backward()
     named = [name for name, parameter in model.module.named_parameters() if parameter.grad is not None]
-    return output.requires_grad, named, refused(lambda: model(inputs.clone().requires_grad_()))
+    return output.requires_grad, named, collect_refusal(lambda: model(inputs.clone().requires_grad_()))
 
 
 # ---------------------------------------------------------------------------------------------------- PipelineModule

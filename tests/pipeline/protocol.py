@@ -111,7 +111,7 @@ def whole_gradients(model: nn.Module, batches: Sequence[Inputs], loss_of: LossOf
     return {"loss": total, **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
-def staged_gradients(
+def collect_staged_gradients(
     parts: Sequence[StageModule], batches: Sequence[Inputs], loss_of: LossOf, order: Sequence[str] | None = None
 ) -> Gradients:
     """Return the same of a model in stages."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cornstarch.trees import tensors_in
 from tests.models import local_processors
-from tests.parity.cell import STEPS, TOLERANCE, Outcome, compared, joined, made, outcome_of
+from tests.parity.cell import STEPS, TOLERANCE, Outcome, compare, join_outcomes, make_trainer, outcome_of
 from tests.parity.pool import Pool
 from tests.parity.rows import LLAMA, ROWS, TOKENIZER, Row, llm, row_of, vision
 from tests.parity.samples import alike, asking
@@ -46,7 +46,7 @@ def train(name: str, tied: bool, plan: dict[str, Any], tokenizer: str, folder: s
     add_row(name, tied)
     loop = {"steps": STEPS, "batch_size": 8, "accumulation": 2}
     small = {"ROW_MULTIPLE": ROWS_OF_A_CHUNK, "CHUNK_BYTES": {"cpu": 1, "cuda": 1}}
-    trainer = made(name, alike(row_of(name).make, STEPS * 8), loop, plan, tokenizer, folder)
+    trainer = make_trainer(name, alike(row_of(name).make, STEPS * 8), loop, plan, tokenizer, folder)
     with mock.patch.multiple("cornstarch.kernels.cross_entropy", **small), LargestLogits() as logits:
         return outcome_of(trainer), logits.rows
 
@@ -63,6 +63,6 @@ def test_no_stage_holds_the_logits_of_all_tokens(
     name = f"fused {name}"
     ((alone, rows_alone),) = workers.run(1, train, name, tied, {}, tokenizer, str(tmp_path / "alone"))
     found = workers.run(2, train, name, tied, plan, tokenizer, str(tmp_path / "run"))
-    assert compared(joined([outcome for outcome, _ in found]), alone).worst < TOLERANCE
+    assert compare(join_outcomes([outcome for outcome, _ in found]), alone).worst < TOLERANCE
     rows = [many for _, many in found]
     assert rows == [0, ROWS_OF_A_CHUNK] and rows_alone == ROWS_OF_A_CHUNK, (rows, rows_alone)

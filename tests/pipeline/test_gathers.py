@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import local_processors
 from tests.parallel.work import CollectiveCounter
-from tests.parity.cell import made
+from tests.parity.cell import make_trainer
 from tests.parity.pool import Pool
 from tests.parity.rows import row_of
 from tests.parity.samples import alike
@@ -21,7 +21,7 @@ def count_gathers(data: dict[str, object], microbatches: int, tokenizer: str, fo
     modules = {"language_model": {"stages": 2}}
     loop = {"steps": 2, "batch_size": 16, "accumulation": microbatches}
     plan = {"data": data, "modules": modules}
-    trainer = made("llm", alike(row_of("llm").make, 32), loop, plan, tokenizer, folder)
+    trainer = make_trainer("llm", alike(row_of("llm").make, 32), loop, plan, tokenizer, folder)
     trainer.watching = False  # to look at gradients, they are gathered
     found = []
     for batch in trainer.batches():

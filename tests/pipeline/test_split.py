@@ -20,7 +20,7 @@ from cornstarch.pipeline.remote_module import RemoteModule
 from cornstarch.pipeline.split import cut, survey
 from cornstarch.pipeline.stage import StageModule
 from cornstarch.pipeline.template import PipelineTemplate
-from tests.pipeline.protocol import Emulation, assert_same, staged_gradients, stages_of, whole_gradients
+from tests.pipeline.protocol import Emulation, assert_same, collect_staged_gradients, stages_of, whole_gradients
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, build, generator, text_batch
 
 ROWS = ("tttttttttttt", "tttttttt")
@@ -52,7 +52,7 @@ def test_stages_of_language_models_compute_what_the_model_does(name: str, checkp
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = whole_gradients(model, batches(), loss_of)
     for stages in (2, 3):
-        assert_same(staged_gradients(stages_of(model, stages), batches(), loss_of, GPIPE), expected)
+        assert_same(collect_staged_gradients(stages_of(model, stages), batches(), loss_of, GPIPE), expected)
 
 
 ORDERS = [
@@ -67,7 +67,7 @@ def test_microbatches_may_run_in_any_order(order: list[str]) -> None:
     model = language_model("qwen2")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = whole_gradients(model, batches(), loss_of)
-    assert_same(staged_gradients(stages_of(model, 3), batches(), loss_of, order), expected)
+    assert_same(collect_staged_gradients(stages_of(model, 3), batches(), loss_of, order), expected)
 
 
 def test_every_boundary_can_be_split_and_the_head_can_be_a_stage() -> None:
@@ -77,7 +77,7 @@ def test_every_boundary_can_be_split_and_the_head_can_be_a_stage() -> None:
     ends = [number + 1 for number, name in enumerate(names) if ".layers." in name]
     for end in ends:
         template = PipelineTemplate(PipelineTemplate.get_model_name(model), [names[:end], names[end:]])
-        assert_same(staged_gradients(stages_of(model, template), batches(), loss_of), expected)
+        assert_same(collect_staged_gradients(stages_of(model, template), batches(), loss_of), expected)
 
 
 def with_embeddings_only(model: nn.Module, *ends: int) -> PipelineTemplate:
@@ -96,7 +96,7 @@ def test_first_stage_may_have_embeddings_only(name: str, tied: bool) -> None:
     expected = whole_gradients(model, batches(), loss_of)
     for ends in ((), (2,)):
         parts = stages_of(model, with_embeddings_only(model, *ends))
-        assert_same(staged_gradients(parts, batches(), loss_of, GPIPE), expected)
+        assert_same(collect_staged_gradients(parts, batches(), loss_of, GPIPE), expected)
         kept = {key for key, _ in parts[0].model.named_parameters()}
         assert kept and not any(".0." in key for key in kept) and [part.first for part in parts][:2] == [True, False]
 
@@ -106,7 +106,7 @@ def test_first_stage_of_an_encoder_may_have_embeddings_only(name: str) -> None:
     part = ENCODERS[name]
     model = part.build()
     expected = whole_gradients(model, [part.inputs(2)], squared)
-    found = staged_gradients(stages_of(model, with_embeddings_only(model)), [part.inputs(2)], squared)
+    found = collect_staged_gradients(stages_of(model, with_embeddings_only(model)), [part.inputs(2)], squared)
     assert_same(found, expected)
 
 
@@ -125,7 +125,7 @@ def test_first_layer_that_reads_more_than_its_input_is_refused_behind_embeddings
             stages_of(model, with_embeddings_only(model))
         return
     expected = whole_gradients(model, batches(), loss_of)
-    assert_same(staged_gradients(stages_of(model, with_embeddings_only(model)), batches(), loss_of), expected)
+    assert_same(collect_staged_gradients(stages_of(model, with_embeddings_only(model)), batches(), loss_of), expected)
 
 
 def squared(output: Any) -> Tensor:
@@ -140,7 +140,7 @@ def test_stages_of_encoders_compute_what_the_encoder_does(name: str) -> None:
     model = part.build()
     inputs = [part.inputs(2, seed=seed) for seed in (2, 3)]
     expected = whole_gradients(model, inputs, squared)
-    assert_same(staged_gradients(stages_of(model, 2), inputs, squared, GPIPE), expected)
+    assert_same(collect_staged_gradients(stages_of(model, 2), inputs, squared, GPIPE), expected)
 
 
 # ------------------------------------------------------------------------------------------------ parameters
@@ -154,7 +154,7 @@ def test_gradients_of_tied_embeddings_add_up() -> None:
         {},
         {"lm_head.weight": "model.embed_tokens.weight"},
     ]
-    found = staged_gradients(parts, batches(), loss_of)
+    found = collect_staged_gradients(parts, batches(), loss_of)
     assert_same(found, whole_gradients(model, batches(), loss_of))
     both = [parts[0].model.model.embed_tokens.weight.grad, parts[2].model.lm_head.weight.grad]
     assert all(gradient.abs().sum() > 0 for gradient in both)
@@ -179,7 +179,7 @@ def test_adapters_keep_names_and_gradients() -> None:
     base = language_model("llama")
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     parts = stages_of(model, 2)
-    assert_same(staged_gradients(parts, batches(), loss_of), whole_gradients(model, batches(), loss_of))
+    assert_same(collect_staged_gradients(parts, batches(), loss_of), whole_gradients(model, batches(), loss_of))
     names = {name for part in parts for name, _ in part.model.named_parameters()}
     assert names == {name for name, _ in model.named_parameters()}
 
@@ -277,7 +277,7 @@ def test_encoder_decoder_is_split_in_both_halves(tied: bool) -> None:
     ]
     expected = whole_gradients(model, batches(), loss_of)
     for stages in (2, 3, 4):  # in the encoder, between the two, in the decoder
-        assert_same(staged_gradients(stages_of(model, stages), batches(), loss_of, GPIPE), expected)
+        assert_same(collect_staged_gradients(stages_of(model, stages), batches(), loss_of, GPIPE), expected)
 
 
 def test_speech_to_text_model_is_split_in_both_halves() -> None:
@@ -292,7 +292,7 @@ def test_speech_to_text_model_is_split_in_both_halves() -> None:
     ]
     expected = whole_gradients(model, inputs, loss_of)
     for stages in (2, 4):
-        assert_same(staged_gradients(stages_of(model, stages), inputs, loss_of), expected)
+        assert_same(collect_staged_gradients(stages_of(model, stages), inputs, loss_of), expected)
 
 
 def test_custom_module_is_split_at_every_boundary() -> None:
@@ -333,7 +333,7 @@ def test_custom_module_is_split_at_every_boundary() -> None:
         names = [[n for n in found.modules if (found.segment_of(n) >= place) == stage] for stage in (False, True)]
         template = PipelineTemplate(found.model_name, names)
         parts = [cut(copy.deepcopy(model), template, stage, survey=found) for stage in range(2)]
-        assert_same(staged_gradients(parts, [inputs], lambda output: output.pow(2).sum()), expected)
+        assert_same(collect_staged_gradients(parts, [inputs], lambda output: output.pow(2).sum()), expected)
         assert parts[0].tied["scale"] == "scale"
 
 
@@ -352,7 +352,7 @@ def test_fsdp_around_layers_and_stage_keeps_gradients() -> None:
                 if not isinstance(layer, RemoteModule):
                     fully_shard(layer, mesh=mesh)
             fully_shard(part, mesh=mesh)
-        found = staged_gradients(parts, batches(), loss_of, GPIPE)
+        found = collect_staged_gradients(parts, batches(), loss_of, GPIPE)
         assert_same({n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}, expected)
     finally:
         dist.destroy_process_group()
@@ -415,4 +415,4 @@ def test_single_stage_is_the_whole_model() -> None:
     (part,) = stages_of(model, 1)
     assert isinstance(part, StageModule)
     assert part.first and part.last and not part.tied
-    assert_same(staged_gradients([part], batches(), loss_of), whole_gradients(model, batches(), loss_of))
+    assert_same(collect_staged_gradients([part], batches(), loss_of), whole_gradients(model, batches(), loss_of))

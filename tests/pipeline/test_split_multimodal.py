@@ -23,7 +23,7 @@ PART = ENCODERS["clip"]
 ITEMS = item_count(RAGGED)
 
 
-def composed(**options: Any) -> MultimodalModel:
+def compose_model(**options: Any) -> MultimodalModel:
     clip = PART.config()
     clip.num_hidden_layers = 3
     model = MultimodalModel(
@@ -131,7 +131,7 @@ FREEZING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("freezing", FREEZING)
 def test_stages_of_every_module_compute_what_the_model_does(freezing: str, checkpointing: bool) -> None:
-    model = composed()
+    model = compose_model()
     if FREEZING[freezing]:
         model.train(**FREEZING[freezing])
     if checkpointing:
@@ -142,13 +142,13 @@ def test_stages_of_every_module_compute_what_the_model_does(freezing: str, check
 
 
 def test_tied_embeddings_of_a_staged_model_have_the_same_gradients() -> None:
-    model = composed(tie_word_embeddings=True)
+    model = compose_model(tie_word_embeddings=True)
     assert_same(StagedModel(model, 2, 2).gradients(), whole(model))
 
 
 def test_adapters_in_both_modules_have_the_same_gradients() -> None:
     peft = pytest.importorskip("peft")
-    model = composed()
+    model = compose_model()
     model.language_model = peft.get_peft_model(
         model.language_model, peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     )
@@ -162,7 +162,7 @@ def test_adapters_in_both_modules_have_the_same_gradients() -> None:
 
 def test_outer_forward_runs_on_every_stage_of_the_language_model() -> None:
     """As a user of `call` has it: the outer model's own forward on every stage, with its encoders there."""
-    model = composed()
+    model = compose_model()
     expected = whole(model)
     template = PipelineTemplate.split(model.language_model, 3, by="uniform")
     copies = [copy.deepcopy(model) for _ in range(3)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.pipeline.split import cut, sequential_stages
 from cornstarch.pipeline.template import PipelineTemplate
-from tests.pipeline.protocol import Gradients, assert_same, staged_gradients
+from tests.pipeline.protocol import Gradients, assert_same, collect_staged_gradients
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def test_stages_of_a_sequential_compute_what_it_does(stages: int) -> None:
     model = nn.Sequential(*layers())
     template = PipelineTemplate.split(model, stages)
     parts = [cut(copy.deepcopy(model), template, stage) for stage in range(stages)]
-    assert_same(staged_gradients(parts, BATCHES, loss_of, ORDER), whole(model))
+    assert_same(collect_staged_gradients(parts, BATCHES, loss_of, ORDER), whole(model))
 
 
 def test_stages_keep_the_names_of_the_sequential() -> None:
@@ -63,7 +63,7 @@ def test_functions_among_layers_compute_what_modules_do() -> None:
 
     reference = nn.Sequential(chain[0], nn.ReLU(), *chain[2:4], Twice(), chain[4])
     expected = whole(reference)
-    assert_same(staged_gradients(parts, BATCHES, loss_of, ORDER), expected)
+    assert_same(collect_staged_gradients(parts, BATCHES, loss_of, ORDER), expected)
     assert [part.first for part in parts] == [True, False, False]
     assert [part.last for part in parts] == [False, False, True]
 
@@ -76,7 +76,7 @@ def test_layer_that_occurs_twice_is_tied() -> None:
     assert parts[0].tied == {"0.weight": "0.weight", "0.bias": "0.bias"}
     assert parts[1].tied == {}
     assert parts[2].tied == {"2.weight": "0.weight", "2.bias": "0.bias"}
-    assert_same(staged_gradients(parts, BATCHES, loss_of), expected)
+    assert_same(collect_staged_gradients(parts, BATCHES, loss_of), expected)
 
 
 def test_nested_payloads_are_sent() -> None:
@@ -89,7 +89,7 @@ def test_nested_payloads_are_sent() -> None:
             return pair[0] + pair[1]["twice"]
 
     chain = [*layers(), Pair(), Join(), nn.Linear(6, 2)]
-    assert_same(staged_gradients(sequential_stages(chain, [6]), BATCHES, loss_of), whole(nn.Sequential(*chain)))
+    assert_same(collect_staged_gradients(sequential_stages(chain, [6]), BATCHES, loss_of), whole(nn.Sequential(*chain)))
 
 
 @pytest.mark.parametrize("boundaries", [[0], [2, 2], [3, 1], [5], [-1]])

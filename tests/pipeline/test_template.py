@@ -28,7 +28,7 @@ def llama() -> nn.Module:
     return LANGUAGE_MODELS["llama"].build(num_hidden_layers=4)
 
 
-def composed(*names: str) -> MultimodalModel:
+def compose_model(*names: str) -> MultimodalModel:
     encoders = {f"seen{number}": ENCODERS[name].build() for number, name in enumerate(names)}
     model = MultimodalModel(encoders, LANGUAGE_MODELS["llama"].build())
     model.set_modality_token_ids({name: MODALITY_TOKEN + number for number, name in enumerate(encoders)})
@@ -79,7 +79,7 @@ def test_classifier_without_a_padding_token_can_be_split() -> None:
 
 
 def test_projector_of_an_encoder_comes_last() -> None:
-    encoder = composed("clip").encoders["seen0"]
+    encoder = compose_model("clip").encoders["seen0"]
     assert PipelineTemplate.get_model_name(encoder) == PipelineTemplate.get_model_name(encoder.module)
     assert PipelineTemplate.get_modules(encoder) == [*(f"module.{name}" for name in MODELS["clip"]), "projector"]
     bare = ModalEncoderModule(ENCODERS["clip"].build())
@@ -105,7 +105,7 @@ def test_meta_model_has_a_template() -> None:
 
 
 def test_encoders_of_one_architecture_have_templates_of_their_own() -> None:
-    model = composed("clip", "clip")
+    model = compose_model("clip", "clip")
     one, other = (PipelineTemplate.split(encoder, 2) for encoder in model.encoders.values())
     assert one is not other
     assert one == other
@@ -119,7 +119,7 @@ def test_encoders_of_one_architecture_have_templates_of_their_own() -> None:
 
 def test_multimodal_model_is_split_module_by_module() -> None:
     with pytest.raises(ConfigError, match="seen0_encoder, language_model"):
-        PipelineTemplate.get_modules(composed("clip"))
+        PipelineTemplate.get_modules(compose_model("clip"))
 
 
 def test_template_is_found_by_the_number_of_stages(llama: nn.Module) -> None:

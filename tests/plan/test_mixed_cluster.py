@@ -64,7 +64,7 @@ def price_by_hand(costs: list[RunCost], parts: list[Cluster]) -> tuple[RunCost, 
 
 def test_the_search_over_kinds_equals_brute_force() -> None:
     draw, used = random.Random(3), set()
-    for number in range(40):
+    for number in range(14):
         cost, machines = build_kinds(draw)
         steps: dict[tuple[int, ...], float] = {}
         kinds = range(len(machines.parts))

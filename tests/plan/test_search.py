@@ -17,7 +17,7 @@ from cornstarch.plan.predict import predict
 from cornstarch.plan.search import TOLERANCE, search
 from tests.plan.runs import add_experts, cluster, enumerate_candidates, layer, module, random_run
 
-INSTANCES = 200
+INSTANCES = 80
 SMALL = SearchSpace(kinds=("ddp", "zero3", "hsdp"))
 
 
@@ -47,7 +47,7 @@ def test_search_equals_brute_force() -> None:
 def test_search_equals_brute_force_where_sharded_kinds_compute_otherwise() -> None:
     """Weights gathered in half precision: other times and activations; and the slowest of unequal devices counts."""
     draw, winners = random.Random(12), set()
-    for number in range(60):
+    for number in range(25):
         cost, machines = random_run(draw)
         faster, smaller = draw.choice([0.5, 0.8, 1.2]), draw.choice([0.4, 1.0])
         gathered = tuple(
@@ -71,7 +71,7 @@ def test_search_equals_brute_force_with_experts_over_ranks() -> None:
     """Every number of ranks for experts, with every kind, schedule and memory limit; some win with ep."""
     draw, winners, fitting = random.Random(3), set(), 0
     space = SearchSpace(kinds=("ddp", "zero1", "zero3", "hsdp"), schedules=("1f1b", "interleaved", "zero_bubble"))
-    for number in range(40):
+    for number in range(16):
         cost, machines = random_run(draw)
         cost = add_experts(cost, draw)
         costs = CostModel(cost, machines)
@@ -83,7 +83,7 @@ def test_search_equals_brute_force_with_experts_over_ranks() -> None:
             assert least * (1 - 1e-9) <= best.step <= least / (1 - TOLERANCE) * (1 + 1e-9), number
             fitting += 1
             winners |= {(best.candidate.kind, ep) for _, ep in best.candidate.expert_sizes}
-    assert fitting > 20
+    assert fitting > 8
     assert winners >= {("ddp", 2), ("zero3", 2)}, winners
 
 

@@ -87,7 +87,7 @@ def evaluation_line(step: int, total: int) -> dict[str, Any]:
     }
 
 
-def shuffled_line(step: int, total: int, modality: str) -> dict[str, Any]:
+def write_shuffled_line(step: int, total: int, modality: str) -> dict[str, Any]:
     """Return the last evaluation with exchanged items: the source of the modality falls to chance."""
     line = evaluation_line(step, total) | {"kind": "shuffled", "modality": modality}
     source, chance = {"vision": ("digits", 0.1028), "audio": ("spoken digits", 0.0967)}[modality]
@@ -112,7 +112,7 @@ def metrics(total: int, log_every: int, evaluate_every: int) -> Iterator[dict[st
             yield event(step, "stopped", "SIGTERM: saved and stopped")
             yield event(step, "resumed", f"from checkpoints/step_{step:08d}")
     for modality in ("vision", "audio"):
-        yield shuffled_line(total, total, modality)
+        yield write_shuffled_line(total, total, modality)
     yield event(total, "finished", f"{total} steps")
 
 
@@ -165,7 +165,7 @@ def summary(total: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
             "evaluation": ["data/digits/test.json: llava, 360 samples", "data/spoken/test.json: llava, 300 samples"],
         },
         "evaluation": evaluation_line(total, total),
-        "shuffled": [shuffled_line(total, total, modality) for modality in ("vision", "audio")],
+        "shuffled": [write_shuffled_line(total, total, modality) for modality in ("vision", "audio")],
         "best": {"step": total, "metric": "accuracy", "name": f"step_{total:08d}"},
         "skipped": {"broken": 2, "too_long": 1},
         "answers": answers,

@@ -40,11 +40,11 @@ def graphs(draw: st.DrawFn, equal: bool = False, trained: bool = False) -> Stage
     if spread == "any":  # stages on arbitrary places
         places = draw(st.lists(st.integers(0, 2), min_size=len(nodes), max_size=len(nodes)))
         names = {place: number for number, place in enumerate(dict.fromkeys(places))}
-        nodes = [_moved(node, names[place]) for node, place in zip(nodes, places, strict=True)]
+        nodes = [_move(node, names[place]) for node, place in zip(nodes, places, strict=True)]
     return StageGraph(tuple(nodes), tuple(edges))
 
 
-def _moved(node: StageNode, place: int) -> StageNode:
+def _move(node: StageNode, place: int) -> StageNode:
     return StageNode(node.module, node.index, place, *list(vars(node).values())[3:])
 
 

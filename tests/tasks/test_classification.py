@@ -53,7 +53,7 @@ KINDS = ["loud", "quiet", "none", "loud", "quiet", "quiet", "none"]
 ROWS = [{"text": text, "label": kind} for text, kind in zip(TEXTS, KINDS, strict=True)]
 
 
-def described(folder: Path, rows: Any = ROWS, sizes: dict[str, Any] | None = BERT, **options: Any) -> RunConfig:
+def describe_run(folder: Path, rows: Any = ROWS, sizes: dict[str, Any] | None = BERT, **options: Any) -> RunConfig:
     path = write_rows(folder / "rows.jsonl", rows)
     evaluation = options.pop("evaluation", None)
     tests = [str(write_rows(folder / "tests.jsonl", evaluation))] if evaluation else []
@@ -61,7 +61,7 @@ def described(folder: Path, rows: Any = ROWS, sizes: dict[str, Any] | None = BER
 
 
 def build(folder: Path, rows: Any = ROWS, **options: Any) -> tuple[ClassificationTask, RunConfig]:
-    config = described(folder, rows, **options)
+    config = describe_run(folder, rows, **options)
     return build_sequence_classification_task(config), config
 
 
@@ -239,13 +239,13 @@ def stored(folder: Path, **settings: Any) -> str:
 
 def test_a_models_own_names_keep_their_numbers(tmp_path: Path) -> None:
     path = stored(tmp_path, id2label={0: "quiet", 1: "loud", 2: "none"})
-    config = described(tmp_path, ROWS[:2], sizes=None, path=path)
+    config = describe_run(tmp_path, ROWS[:2], sizes=None, path=path)
     task = build_sequence_classification_task(config)
     assert task.labels.names == ("quiet", "loud", "none")
     saved = BertForSequenceClassification.from_pretrained(path)
     assert torch.equal(task.model.classifier.weight, saved.classifier.weight)
     same = build_sequence_classification_task(
-        described(tmp_path, sizes=None, path=path, labels=["loud", "none", "quiet"])
+        describe_run(tmp_path, sizes=None, path=path, labels=["loud", "none", "quiet"])
     )
     assert same.labels.names == ("quiet", "loud", "none")
 
@@ -291,7 +291,7 @@ def test_weights_that_were_not_stored_are_trained_beside_adapters(tmp_path: Path
 
 
 def test_open_rows_are_not_opened_again(tmp_path: Path) -> None:
-    config = described(tmp_path)
+    config = describe_run(tmp_path)
     source = open_sources(config.data.train)
     missing = config.data.model_copy(update={"train": [config.data.train[0].model_copy(update={"path": "gone"})]})
     moved = config.model_copy(update={"data": missing})

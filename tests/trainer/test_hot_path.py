@@ -79,7 +79,7 @@ def test_the_tests_themselves_notice(read: Callable[[Tensor], Any]) -> None:
         read(torch.ones(()))
 
 
-def watched_steps(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, unwatched: int = 1) -> list[float]:
+def watch_steps(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, unwatched: int = 1) -> list[float]:
     """Do all steps, watched after the first; numbers may be read when they are late enough."""
     trainer.setup()
     trainer.watch = LossWatch(trainer.config, trainer.placement, late=True)
@@ -105,7 +105,7 @@ def watched_steps(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, unwatched: 
 @pytest.mark.parametrize("attention", ["causal", "item", "modality"])
 def test_a_step_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, attention: str) -> None:
     sections = {"model": {"encoders": {"vision": {"attention": attention}}}, "data": {"packing": packing}}
-    found = watched_steps(trainer_of(tiny_config(tmp_path, **sections)), monkeypatch)
+    found = watch_steps(trainer_of(tiny_config(tmp_path, **sections)), monkeypatch)
     assert len(found) == 6
 
 
@@ -121,4 +121,4 @@ def test_a_step_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
 def test_a_step_reads_nothing_whatever_else_is_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ) -> None:
-    assert len(watched_steps(trainer_of(tiny_config(tmp_path, *overrides)), monkeypatch)) == 6
+    assert len(watch_steps(trainer_of(tiny_config(tmp_path, *overrides)), monkeypatch)) == 6

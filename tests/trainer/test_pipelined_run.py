@@ -14,7 +14,7 @@ from rich.console import Console
 from cornstarch.config.run_folder import SUMMARY
 from cornstarch.train import Trainer, load_config
 from tests.models import local_processors
-from tests.parity.cell import OPTIMIZER, _replaced
+from tests.parity.cell import OPTIMIZER, _replace
 from tests.parity.pool import pool
 from tests.parity.rows import ROWS, TOKENIZER
 from tests.parity.samples import alike
@@ -37,7 +37,7 @@ STAGES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def fitted(parallel: Mapping[str, Any], tokenizer: str, folder: str, steps: int, **more: Any) -> dict[str, Any]:
+def fit_run(parallel: Mapping[str, Any], tokenizer: str, folder: str, steps: int, **more: Any) -> dict[str, Any]:
     """Run a config to its end and return what this process says about it."""
     samples = alike(ROWS["frozen_vision"].make, 24)
     described = {
@@ -45,7 +45,7 @@ def fitted(parallel: Mapping[str, Any], tokenizer: str, folder: str, steps: int,
         "device": "cpu",
         "threads": 1,
         "precision": "fp32",
-        "model": _replaced(ROWS["frozen_vision"].model, TOKENIZER, tokenizer),
+        "model": _replace(ROWS["frozen_vision"].model, TOKENIZER, tokenizer),
         "data": {
             "train": [{"path": "samples", "format": "given"}],
             "evaluation": [{"path": "others", "format": "given"}],
@@ -77,7 +77,7 @@ def test_a_run_evaluates_and_answers_as_one_process_does(name: str, tokenizer: s
     for each in ("one process", name):
         ranks, parallel = STAGES[each]
         folder = tmp_path / each.replace(" ", "_")
-        (first, *_) = pool().run(ranks, fitted, parallel, tokenizer, str(folder), 3)
+        (first, *_) = pool().run(ranks, fit_run, parallel, tokenizer, str(folder), 3)
         summary = json.loads((folder / SUMMARY).read_text())
         found[each] = first["evaluation"], summary["answers"], summary["parts"]
         assert first["step"] == 3
@@ -92,13 +92,13 @@ def test_a_run_evaluates_and_answers_as_one_process_does(name: str, tokenizer: s
 def test_a_pipelined_run_goes_on_from_its_checkpoint(tokenizer: str, tmp_path: Path) -> None:
     ranks, parallel = STAGES["vision, pp 2"]
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
-    (expected, *_) = pool().run(ranks, fitted, parallel, tokenizer, whole, 4)
-    pool().run(ranks, fitted, parallel, tokenizer, cut, 2)
-    results = pool().run(ranks, fitted_on, parallel, tokenizer, cut, 4)
+    (expected, *_) = pool().run(ranks, fit_run, parallel, tokenizer, whole, 4)
+    pool().run(ranks, fit_run, parallel, tokenizer, cut, 2)
+    results = pool().run(ranks, fit_on, parallel, tokenizer, cut, 4)
     assert results[0]["step"] == 4
     assert results[0]["evaluation"]["loss"] == pytest.approx(expected["evaluation"]["loss"], rel=1e-6)
 
 
-def fitted_on(parallel: Mapping[str, Any], tokenizer: str, folder: str, steps: int) -> dict[str, Any]:
+def fit_on(parallel: Mapping[str, Any], tokenizer: str, folder: str, steps: int) -> dict[str, Any]:
     """Go on with more steps than before."""
-    return fitted(parallel, tokenizer, folder, steps, allow_changes=True)
+    return fit_run(parallel, tokenizer, folder, steps, allow_changes=True)

@@ -22,12 +22,12 @@ measured: true
 """
 
 
-def expected() -> ExpectedStep:
+def compute_expected() -> ExpectedStep:
     return ExpectedStep(2.0, 1000.0, "2xH100")
 
 
 def test_the_first_steps_do_not_count() -> None:
-    check = PredictionCheck(expected())
+    check = PredictionCheck(compute_expected())
     assert check.add(10, 10, 60.0, 1000.0) == 2.0  # compiles
     check.add(20, 10, 2.0, 1000.0)
     assert check.ratio is None and check.read_new() is None
@@ -36,7 +36,7 @@ def test_the_first_steps_do_not_count() -> None:
 
 
 def test_a_difference_is_told_once() -> None:
-    check = PredictionCheck(expected(), first=100)
+    check = PredictionCheck(compute_expected(), first=100)
     for step in (110, 120, 130, 140):
         check.add(step, 10, 3.0, 1000.0)
     told = check.read_new()
@@ -46,7 +46,7 @@ def test_a_difference_is_told_once() -> None:
 
 def test_the_error_bar_decides_where_there_is_one() -> None:
     for error, is_told in ((0.2, True), (0.6, False)):
-        check = PredictionCheck(replace(expected(), error=error))
+        check = PredictionCheck(replace(compute_expected(), error=error))
         for step in (10, 20, 30, 40):
             check.add(step, 10, 3.0, 1000.0)
         told = check.read_new()
@@ -55,7 +55,7 @@ def test_the_error_bar_decides_where_there_is_one() -> None:
 
 
 def test_shorter_samples_are_no_difference() -> None:
-    check = PredictionCheck(expected())
+    check = PredictionCheck(compute_expected())
     for step in (10, 20, 30):
         assert check.add(step, 10, 1.0, 500.0) == 1.0
     assert check.ratio == 1.0

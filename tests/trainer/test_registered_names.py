@@ -37,7 +37,7 @@ from cornstarch.tasks.task import TASKS, register_task
 from cornstarch.train import Trainer
 from tests.models import local_processors
 from tests.parity.pool import pool
-from tests.trainer.test_pipelined_run import fitted
+from tests.trainer.test_pipelined_run import fit_run
 from tests.trainer.tiny import tiny_config
 
 NAME = "of_a_test"
@@ -97,7 +97,7 @@ def fit_registered(register: Callable[[list[str]], dict[str, Any]], tokenizer: s
     """Register on this rank, train for 2 steps, and return the last step and how often the new part was used."""
     used: list[str] = []
     try:
-        found = fitted(register(used), tokenizer, folder, 2)
+        found = fit_run(register(used), tokenizer, folder, 2)
     finally:
         forget()
     return found["step"], len(used)

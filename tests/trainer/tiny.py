@@ -77,15 +77,15 @@ def tiny_config(folder: Path, *overrides: str, **sections: Any) -> RunConfig:
         "loop": {"steps": 6, "batch_size": 4},
         "logging": {"every": 1, "progress": "none", "samples": 2},
     }  # fmt: skip
-    return load_config(None, overrides, base=merged(base, sections))
+    return load_config(None, overrides, base=merge(base, sections))
 
 
-def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Return a nested mapping with others put over it."""
     result = dict(base)
     for key, value in more.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = merged(result[key], value) if both else value
+        result[key] = merge(result[key], value) if both else value
     return result
 
 

@@ -62,7 +62,7 @@ def given(kind: Any, folder: str, parallel: dict[str, Any]) -> tuple[str, str, l
 
 
 def together(*job: Any) -> list[Any]:
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     return pool().run(2, trying_quickly, warm.interpreter(), *job)
 
 
@@ -101,7 +101,7 @@ def test_a_tested_model_is_not_tried(tmp_path: Path) -> None:
         assert refused == "" and not made and "twin" not in told
 
 
-def described(folder: str, *overrides: str) -> tuple[str, str]:
+def describe_run(folder: str, *overrides: str) -> tuple[str, str]:
     told = io.StringIO()
     trainer = Trainer(tiny_config(Path(folder), *overrides), console=Console(file=told, soft_wrap=True))
     return attempt(trainer), told.getvalue()
@@ -110,7 +110,7 @@ def described(folder: str, *overrides: str) -> tuple[str, str]:
 def test_a_run_that_asks_for_it(tmp_path: Path) -> None:
     tiny_config(tmp_path)  # writes the data
     changes = ["parallel.modules.model.tp=2", "parallel.verify=always", "loop.steps=1"]
-    results = together(described, str(tmp_path), *changes)
+    results = together(describe_run, str(tmp_path), *changes)
     assert [refused for refused, _ in results] == ["", ""]
     assert "tried on a tiny twin" in results[0][1]
 

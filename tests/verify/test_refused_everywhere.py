@@ -13,16 +13,16 @@ from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import StepResult
 from cornstarch.parallel import distributed
 from cornstarch.trainer.recording_trainer import RecordingTrainer
-from tests.parity.cell import made
+from tests.parity.cell import make_trainer
 from tests.parity.pool import QUIET, pool
 from tests.parity.samples import numbers
 
 
-def fitted(signs: str, options: dict[str, Any], folder: str) -> str:
+def fit_run(signs: str, options: dict[str, Any], folder: str) -> str:
     """Train on one sample per sign (`x`: broken); return how many steps that made, or what was refused."""
     samples = [numbers(number, sign, 1) for number, sign in enumerate(signs)]
     try:
-        trainer = made(
+        trainer = make_trainer(
             "mlp", samples, {"epochs": 2, "batch_size": 4}, {}, "", folder, evaluation_data=samples, **options
         )
         trainer.watching = False
@@ -34,7 +34,7 @@ def fitted(signs: str, options: dict[str, Any], folder: str) -> str:
 
 def run(tmp_path: Path, signs: str, **data: Any) -> list[str]:
     data["evaluation"] = [{"path": "samples", "format": "given"}]
-    return pool().run(2, fitted, signs, {"data": data}, str(tmp_path / "run"))
+    return pool().run(2, fit_run, signs, {"data": data}, str(tmp_path / "run"))
 
 
 def test_a_rank_without_a_good_sample(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_not_one_good_sample(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ one rank alone
 
 
-def failed(kind: str, when: str, folder: str) -> str:
+def list_failed(kind: str, when: str, folder: str) -> str:
     """Fail on rank 1 alone, while others wait; return what this rank raises."""
 
     class Alone(RecordingTrainer):
@@ -85,7 +85,7 @@ def failed(kind: str, when: str, folder: str) -> str:
 
     samples = [numbers(number, ".", 1) for number in range(8)]
     try:
-        made("mlp", samples, {"epochs": 1, "batch_size": 4}, {}, "", folder, kind=Alone).fit()
+        make_trainer("mlp", samples, {"epochs": 1, "batch_size": 4}, {}, "", folder, kind=Alone).fit()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -95,7 +95,7 @@ def failed(kind: str, when: str, folder: str) -> str:
 @pytest.mark.parametrize("kind", ["refused", "crashed"])
 def test_what_one_rank_fails_with_all_fail_with(kind: str, when: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    one, other = pool().run(2, failed, kind, when, str(tmp_path / "run"))
+    one, other = pool().run(2, list_failed, kind, when, str(tmp_path / "run"))
     if kind == "refused":
         assert one == other == "ConfigError: rank 1 has no file"
     else:

@@ -14,7 +14,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel.context import shard_items, shard_tokens, unshard_tokens, verify_tokens
 from tests import zoo
 from tests.parallel.context.special import Normed, llama
-from tests.parallel.context.work import TOKENS, mesh, padded, text
+from tests.parallel.context.work import TOKENS, mesh, pad_rows, text
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -58,7 +58,7 @@ class Elsewhere(nn.Module):
         return hidden_states, None
 
 
-def refused_models() -> dict[str, str]:
+def collect_refused_models() -> dict[str, str]:
     """Verify models that mix tokens beside attention."""
     changes: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
         "mixes neighbours": ("mlp", Neighbours),
@@ -78,12 +78,12 @@ def refused_models() -> dict[str, str]:
     return found
 
 
-def refused_batches() -> dict[str, str]:
+def collect_refused_batches() -> dict[str, str]:
     """Give a model whose tokens are cut what it cannot take."""
     model, batch = llama(), text()
     shard_tokens(model, mesh(), distribution="zigzag")
     shorter = {name: value[:, : value.shape[1] - dist.get_rank()] for name, value in batch.items()}
-    mask = padded()["attention_mask"]
+    mask = pad_rows()["attention_mask"]
     hole = mask.clone()
     hole[0, 5] = 0
     cases: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def refused_batches() -> dict[str, str]:
     return found
 
 
-def refused_rotations() -> dict[str, str]:
+def collect_refused_rotations() -> dict[str, str]:
     """Cut models that turn positions by the longest of them."""
     sizes = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 8.0}
@@ -131,7 +131,7 @@ def refused_rotations() -> dict[str, str]:
     return found
 
 
-def refused_items() -> dict[str, str]:
+def collect_refused_items() -> dict[str, str]:
     """Deal out what cannot be."""
     items = torch.randn(4, 3)
     normed = shard_items(Normed().train(), mesh())

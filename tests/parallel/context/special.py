@@ -22,7 +22,7 @@ from cornstarch.parallel.context import (
 from cornstarch.parallel.distributed import to_full_tensor
 from cornstarch.plan import DataPlan
 from tests import zoo
-from tests.parallel.context.work import difference, gradients, mesh, padded, shuffled, summed, text
+from tests.parallel.context.work import difference, gradients, mesh, pad_rows, shuffle_rows, summed, text
 
 
 def llama(**config: Any) -> Any:
@@ -32,9 +32,9 @@ def llama(**config: Any) -> Any:
 
 def with_data_parallelism(kind: str) -> str:
     """Wrap a model whose tokens are cut, and compare its averaged gradients."""
-    model, batch = llama(), padded()
+    model, batch = llama(), pad_rows()
     expected = gradients(model, model(**batch).loss)
-    shard_tokens(model, mesh(), distribution=shuffled)
+    shard_tokens(model, mesh(), distribution=shuffle_rows)
     wrapped: Any = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
     (wrapped(**batch).loss * dist.get_world_size()).backward()
     found = {name: None if p.grad is None else to_full_tensor(p.grad) for name, p in model.named_parameters()}
@@ -43,8 +43,8 @@ def with_data_parallelism(kind: str) -> str:
 
 def slope_under_dropout() -> tuple[float, float]:
     """Return the slope of the loss along some direction by gradients, and by two losses near each other."""
-    model, batch = llama(attention_dropout=0.3), padded()
-    shard_tokens(model, mesh(), mode="ring_attn", distribution=shuffled)
+    model, batch = llama(attention_dropout=0.3), pad_rows()
+    shard_tokens(model, mesh(), mode="ring_attn", distribution=shuffle_rows)
     noise = zoo.generator(6)
     direction = {name: torch.randn(p.shape, generator=noise) for name, p in model.named_parameters()}
 
@@ -62,7 +62,7 @@ def slope_under_dropout() -> tuple[float, float]:
     return slope, float(change) / 2e-3
 
 
-def generated() -> tuple[list[Any], list[Any]]:
+def generate_text() -> tuple[list[Any], list[Any]]:
     """Continue a text with a model whose tokens are cut, and with the same model whole."""
     model = llama().eval()
     prompt = text()["input_ids"][:, :7]
@@ -86,7 +86,7 @@ def token_indices() -> tuple[list[int], tuple[int, ...], str]:
 
 def from_meta() -> str:
     """Cut a model that has no weights yet, then give it some."""
-    whole, batch = llama(), padded()
+    whole, batch = llama(), pad_rows()
     expected = gradients(whole, whole(**batch).loss)
     with torch.device("meta"):
         model = type(whole)(whole.config)
@@ -101,7 +101,7 @@ def from_meta() -> str:
 
 def with_given_count() -> tuple[float, float]:
     """Divide by the tokens of a larger batch."""
-    model, batch = llama(), padded()
+    model, batch = llama(), pad_rows()
     trained = int((batch["labels"][:, 1:] != zoo.IGNORED).sum())
     expected = float(model(**batch).loss) * trained / 100
     shard_tokens(model, mesh())

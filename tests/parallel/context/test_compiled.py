@@ -11,21 +11,17 @@ from tests.parallel.context.compiled import Run, Setup, train, train_each, train
 from tests.parity.pool import Pool
 
 SETUPS = {
-    "ring_attn": Setup(),
     "ring_attn, inductor": Setup(distribution="zigzag", backend="inductor"),
-    "gather": Setup(mode="gather", distribution="makespan_min"),
     "all_to_all": Setup(mode="all_to_all", distribution="uniform"),
     "a mode of a user's own": Setup(mode="plain_python"),
-    "documents": Setup(images=False, distribution="auto"),
-    "fsdp2": Setup(mode="gather", fsdp=True),
-    "recomputed": Setup(mode="all_to_all", recompute=True),
-    "part of the activations": Setup(activation_budget=0.3),
-    "windows, softcap": Setup(model="gemma2", mode="gather"),
-    "one matrix for query, key and value": Setup(model="gpt2", distribution="zigzag"),
+    "documents, part of the activations": Setup(images=False, distribution="auto", activation_budget=0.3),
+    "gather, fsdp2, recomputed": Setup(mode="gather", fsdp=True, recompute=True),
+    "gather, windows, softcap": Setup(model="gemma2", mode="gather", distribution="makespan_min"),
+    "ring_attn, one matrix for query, key and value": Setup(model="gpt2"),
 }
 
 
-TWO_AXES = {"tp 2 x cp 2": Setup(tp=2), "tp 2 x cp 2, sequence": Setup(mode="gather", tp=2, tp_sequence=True)}
+TWO_AXES = {"tp 2 x cp 2, sequence": Setup(tp=2, tp_sequence=True)}
 COUNTS = (3, 1, 4, 2)
 
 

@@ -54,7 +54,7 @@ def test_items_are_balanced_by_patches(workers: Pool) -> None:
 
 
 def test_unshardable_items_are_refused(workers: Pool) -> None:
-    for found in workers.run(2, refused.refused_items):
+    for found in workers.run(2, refused.collect_refused_items):
         assert "takes means over all items of a batch" in found["batch norm"]
         assert "were given different items" in found["different items"]
         assert "mesh of one axis" in found["mesh"]

@@ -53,7 +53,7 @@ def test_shard_tokens_without_mesh_is_refused() -> None:
 
 
 def test_verification_refuses_models_that_names_do_not_reveal(workers: Pool) -> None:
-    for found in workers.run(2, refused.refused_models):
+    for found in workers.run(2, refused.collect_refused_models):
         assert "computes something else than whole" in found["mixes neighbours"]
         assert "computes something else than whole" in found["counts from where a rank begins"]
         assert "1 of them attended" in found["attends in one layer only"]
@@ -62,7 +62,7 @@ def test_verification_refuses_models_that_names_do_not_reveal(workers: Pool) -> 
 
 
 def test_unsupported_batches_and_options_are_refused(workers: Pool) -> None:
-    for found in workers.run(2, refused.refused_batches):
+    for found in workers.run(2, refused.collect_refused_batches):
         assert "were given different batches (rows x tokens: 2 x 37, 2 x 36)" in found["other batch"]
         assert "attention_mask has shape [2, 1, 37, 37]" in found["4-D mask"]
         assert "padding between tokens" in found["hole"]
@@ -82,7 +82,7 @@ def test_unsupported_batches_and_options_are_refused(workers: Pool) -> None:
 
 
 def test_dynamic_rope_beyond_its_limit_is_refused(workers: Pool) -> None:
-    for found in workers.run(2, refused.refused_rotations):
+    for found in workers.run(2, refused.collect_refused_rotations):
         assert "dynamic rotary embeddings" in found["dynamic, long"] and "at most 16" in found["dynamic, long"]
         assert found["dynamic, short"] == ""
         assert "longrope rotary embeddings" in found["longrope, uniform"]

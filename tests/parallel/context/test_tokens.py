@@ -73,7 +73,7 @@ def test_composed_model_over_three_ranks_gives_the_gradients_of_one_process(work
 # Positions of three axes, features that enter at several layers, a cache that is made in training, another loss.
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "idefics3", "qwen2-audio"])
 def test_decomposed_multimodal_models_give_the_gradients_of_one_process(workers: Pool, family: str) -> None:
-    assert workers.run(2, work.taken_over, family, "ring_attn") == ["", ""]
+    assert workers.run(2, work.take_over, family, "ring_attn") == ["", ""]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,7 +93,7 @@ def test_ring_replays_dropout_in_the_backward_pass(workers: Pool) -> None:
 
 
 def test_generation_uses_whole_rows(workers: Pool) -> None:
-    for cut, whole in workers.run(2, special.generated):
+    for cut, whole in workers.run(2, special.generate_text):
         assert cut == whole
 
 

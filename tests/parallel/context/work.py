@@ -35,7 +35,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
-def shuffled(work: BlockWork, ranks: int) -> TokenDistribution:
+def shuffle_rows(work: BlockWork, ranks: int) -> TokenDistribution:
     """Deal out at random, unevenly: every token of its own."""
     owners = np.random.default_rng(0).integers(0, ranks, len(work.blocks))
     owners[:ranks] = np.arange(ranks)
@@ -44,7 +44,7 @@ def shuffled(work: BlockWork, ranks: int) -> TokenDistribution:
 
 DISTRIBUTIONS: dict[str, Any] = {
     name: name for name in ("uniform", "zigzag", "makespan_min", "auto")
-} | {"random": shuffled}  # fmt: skip
+} | {"random": shuffle_rows}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -56,7 +56,7 @@ def text() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def padded() -> dict[str, Tensor]:
+def pad_rows() -> dict[str, Tensor]:
     """Return rows of different lengths."""
     batch = text()
     mask = torch.ones_like(batch["input_ids"])
@@ -88,9 +88,9 @@ def masked(images: bool) -> dict[str, Tensor]:
     }
 
 
-def left_padded() -> dict[str, Tensor]:
+def pad_left() -> dict[str, Tensor]:
     """Return rows with padding in front."""
-    batch = padded()
+    batch = pad_rows()
     turned = {name: value.flip(1) for name, value in batch.items()}
     turned["labels"][1, 9] = zoo.IGNORED  # the first of the text: nothing but padding is before it
     return {**turned, "position_ids": (turned["attention_mask"].cumsum(1) - 1).clamp(min=0)}
@@ -99,8 +99,8 @@ def left_padded() -> dict[str, Tensor]:
 Case = tuple[Callable[[], dict[str, Tensor]], Callable[[], MaskSpec | None]]
 MASKS: dict[str, Case] = {
     "causal": (text, lambda: None),
-    "padding": (padded, lambda: None),
-    "padding in front": (left_padded, lambda: None),
+    "padding": (pad_rows, lambda: None),
+    "padding in front": (pad_left, lambda: None),
     "documents": (lambda: masked(False), lambda: spec(False)),
     "images": (lambda: masked(True), lambda: spec(True)),
 }
@@ -153,7 +153,7 @@ def difference(found: Gradients, expected: Gradients, scale: float = 1e-4) -> st
     return ""
 
 
-def compared(
+def compare_results(
     model: nn.Module,
     batch: dict[str, Any],
     mask: MaskSpec | None,
@@ -204,7 +204,7 @@ def language_model(
     for mask, mode, distribution in cases:
         make, make_mask = MASKS[mask]
         options = {"mode": mode, "distribution": DISTRIBUTIONS[distribution]}
-        what = compared(model, make(), make_mask(), options)
+        what = compare_results(model, make(), make_mask(), options)
         found.append(Difference(f"{name}, {mask}, {mode}, {distribution}", what))
     return found
 
@@ -224,18 +224,18 @@ def multimodal(attention: str, mode: str, trained: tuple[bool, bool] = (True, Tr
     lengths = zoo.ENCODERS["clip"].feature_lengths(zoo.item_count(zoo.RAGGED))
     batch = {**zoo.text_batch(zoo.RAGGED, lengths), **items}
     change = (lambda: shard_items(model.vision_encoder, mesh())) if dealt else None
-    return compared(model, batch, None, {"mode": mode, "distribution": "makespan_min"}, change)
+    return compare_results(model, batch, None, {"mode": mode, "distribution": "makespan_min"}, change)
 
 
-def taken_over(family: str, mode: str) -> str:
+def take_over(family: str, mode: str) -> str:
     """Try a whole multimodal model that was taken apart, on a row with images and no padding."""
     whole = FAMILIES[family].build()
     model = MultimodalModel.from_multimodal(whole)
     batch = FAMILIES[family].batch(whole, "none")
     labels = batch["input_ids"].masked_fill(batch["input_ids"] >= IMAGE, zoo.IGNORED)
-    options = {"mode": mode, "distribution": shuffled}
+    options = {"mode": mode, "distribution": shuffle_rows}
     try:
-        return compared(model.train(), {**batch, "labels": labels}, None, options)
+        return compare_results(model.train(), {**batch, "labels": labels}, None, options)
     except ConfigError as error:
         return f"refused: {error}"
 
@@ -248,4 +248,4 @@ def adapters(mode: str) -> str:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data += 0.1
-    return compared(model, masked(True), spec(True), {"mode": mode, "distribution": shuffled})
+    return compare_results(model, masked(True), spec(True), {"mode": mode, "distribution": shuffle_rows})

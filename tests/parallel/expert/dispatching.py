@@ -90,7 +90,7 @@ def gradients_of_one_rank_only() -> float:
     return float((found - hidden.grad).abs().max() / hidden.grad.abs().max())
 
 
-def refused() -> list[str]:
+def collect_refusal() -> list[str]:
     """Return what is said of tokens that go to no expert, and of weights for experts that were not chosen."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     shared = shard_experts(nn.Sequential(experts("mixtral", "eager")), mesh["ep"], mesh["dp"])

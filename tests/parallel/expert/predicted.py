@@ -12,7 +12,7 @@ from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.plan.cluster import Cluster, device
 from cornstarch.planner import run_cost
 from cornstarch.planner.search_run import predict_own_plan
-from tests.parity.cell import made
+from tests.parity.cell import make_trainer
 from tests.parity.rows import row_of
 from tests.parity.samples import alike
 
@@ -20,7 +20,7 @@ from tests.parity.samples import alike
 def hold(row: str, parallel: Mapping[str, Any], ranks: int, tokenizer: str, folder: str) -> dict[str, Any]:
     """Do a step and return the bytes of this rank's parameters and optimizer states, and those that are predicted."""
     loop = {"steps": 1, "batch_size": 4, "accumulation": 2 if _has_stages(parallel) else 1}
-    trainer = made(row, alike(row_of(row).make, 4), loop, parallel, tokenizer, folder)
+    trainer = make_trainer(row, alike(row_of(row).make, 4), loop, parallel, tokenizer, folder)
     for batch in trainer.batches():
         trainer.step(batch)
     pipeline = trainer.run_model.parallel.pipeline

@@ -42,6 +42,6 @@ def test_tokens_without_gradients_take_part_in_the_backward_pass(workers: Pool) 
 
 
 def test_what_a_router_may_not_do_is_refused(workers: Pool) -> None:
-    for skipped, unchosen in workers.run(2, dispatching.refused):
+    for skipped, unchosen in workers.run(2, dispatching.collect_refusal):
         assert "an expert that does not exist" in skipped and "Leave ep at 1" in skipped
         assert "weights [3, 4] for choices [3, 2]" in unchosen

@@ -21,7 +21,7 @@ from cornstarch.parallel.low_bandwidth import CompressedMean, ReplicaSync, build
 from cornstarch.parallel.low_bandwidth import compressed_mean as mean_module
 from cornstarch.plan import Compression, DataPlan
 from tests import zoo
-from tests.parallel.work import layered
+from tests.parallel.work import build_layers
 
 STEPS, RATE = 4, 0.05
 
@@ -35,7 +35,7 @@ def vectors(ranks: int, numbers: int, steps: int = STEPS) -> list[list[Tensor]]:
     return [list(step) for step in found]
 
 
-def averaged(how: Mapping[str, Any], numbers: int, dtype: str = "float32") -> dict[str, Any]:
+def average(how: Mapping[str, Any], numbers: int, dtype: str = "float32") -> dict[str, Any]:
     """Take the mean of one vector after the other."""
     mean = CompressedMean(Compression(**how), dist.new_group())
     memory = torch.zeros(numbers) if mean.how.error_feedback else None
@@ -47,11 +47,11 @@ def averaged(how: Mapping[str, Any], numbers: int, dtype: str = "float32") -> di
     return {"means": [flat for flat, _ in found], "sent": [sent for _, sent in found], "memory": memory}
 
 
-def averaged_in_pieces(how: Mapping[str, Any], numbers: int, piece: int) -> dict[str, Any]:
+def average_in_pieces(how: Mapping[str, Any], numbers: int, piece: int) -> dict[str, Any]:
     """Take the same means, so many numbers at a time."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(mean_module, "PIECE", piece)
-        return averaged(how, numbers)
+        return average(how, numbers)
 
 
 def rows(step: int) -> Tensor:
@@ -59,7 +59,7 @@ def rows(step: int) -> Tensor:
     return torch.randn(12, 6, generator=zoo.generator(100 + step))
 
 
-def trained(
+def train_run(
     plan: Mapping[str, Any],
     steps: int = STEPS,
     microbatches: int = 1,
@@ -69,7 +69,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train a few steps together; go on from a state, if there is one."""
     given = DataPlan(**plan)
-    model = layered().to(device)
+    model = build_layers().to(device)
     mesh = data_mesh(device, given.replicate if given.kind == "hsdp" else None)
     wrapped = apply_data_parallel(model, mesh, given)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
@@ -87,7 +87,7 @@ def trained(
     for step in range(start, start + steps):
         mine = rows(step)[dist.get_rank() :: dist.get_world_size()].to(device)
         _step(wrapped, optimizer, exchange, step, mine.chunk(microbatches), scaler)
-    own = {"weights": {n: _local(p).cpu().clone() for n, p in model.named_parameters()}, "exchange": _copied(exchange)}
+    own = {"weights": {n: _local(p).cpu().clone() for n, p in model.named_parameters()}, "exchange": _copy(exchange)}
     exchange.finish()
     return {
         "weights": {name: to_full_tensor(p.detach()).cpu().clone() for name, p in model.named_parameters()},
@@ -97,9 +97,9 @@ def trained(
     }
 
 
-def left_to_torch() -> bool:
+def leave_to_torch() -> bool:
     """Say whether torch's DDP is all there is of a plan that compresses nothing: no hook, no call in a step."""
-    model, mesh, plan = layered(), data_mesh("cpu", None), DataPlan()
+    model, mesh, plan = build_layers(), data_mesh("cpu", None), DataPlan()
     wrapped = apply_data_parallel(model, mesh, plan)
     assert isinstance(wrapped, DistributedDataParallel)
     exchange = build_replica_sync(model, wrapped, mesh, plan, torch.optim.SGD(model.parameters(), lr=RATE))
@@ -118,7 +118,7 @@ def threads_of_powersgd(plan: Mapping[str, Any]) -> set[str]:
 
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(PowerSGDState, "maybe_increase_iter", noted)
-        trained(plan)
+        train_run(plan)
     return found
 
 
@@ -146,16 +146,16 @@ def _step(
 
 def interrupted(plan: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
     """Train, and train with a stop in between; return what both came to."""
-    whole = trained(plan, steps=6, device=device)
-    first = trained(plan, steps=3, device=device)
-    return {"whole": whole, "resumed": trained(plan, steps=3, state=first, device=device)}
+    whole = train_run(plan, steps=6, device=device)
+    first = train_run(plan, steps=3, device=device)
+    return {"whole": whole, "resumed": train_run(plan, steps=3, state=first, device=device)}
 
 
 def _local(parameter: Tensor) -> Tensor:
     return to_local_tensor(parameter.detach())
 
 
-def _copied(exchange: ReplicaSync) -> dict[str, Any]:
+def _copy(exchange: ReplicaSync) -> dict[str, Any]:
     def copied(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: copied(one) for key, one in value.items()}

@@ -68,10 +68,10 @@ def means(how: Compression, given: list[list[Vector]]) -> tuple[list[Vector], li
 
 def _step(how: Compression, wanted: list[Vector], step: int) -> tuple[Vector, list[Vector]]:
     if how.kind != "randomk":
-        return _brought_together(how, wanted)
+        return _bring_together(how, wanted)
     places = picks(how, len(wanted[0]), step)
     factor = 1.0 if how.error_feedback else how.cell
-    of_chosen, left_of_chosen = _brought_together(how, [x[places] * factor for x in wanted])
+    of_chosen, left_of_chosen = _bring_together(how, [x[places] * factor for x in wanted])
     mean = np.zeros_like(wanted[0])
     mean[places] = of_chosen
     left = [x.copy() for x in wanted]
@@ -80,7 +80,7 @@ def _step(how: Compression, wanted: list[Vector], step: int) -> tuple[Vector, li
     return mean, left
 
 
-def _brought_together(how: Compression, wanted: list[Vector]) -> tuple[Vector, list[Vector]]:
+def _bring_together(how: Compression, wanted: list[Vector]) -> tuple[Vector, list[Vector]]:
     ranks, numbers = len(wanted), len(wanted[0])
     if ranks == 2 and how.kind != "randomk":
         heard = [said(how, x) for x in wanted]

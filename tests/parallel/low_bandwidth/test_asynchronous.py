@@ -18,13 +18,13 @@ from tests.parallel.low_bandwidth.updates import (
     delayed,
     delayed_over_a_slow_link,
     flat,
-    left_alone,
-    marked_step,
+    leave_alone,
+    mark_step,
     over_a_slow_link,
     put,
-    resumed,
+    resume,
     slow_one,
-    trained,
+    train_run,
 )
 from tests.parity.pool import Pool
 
@@ -35,7 +35,7 @@ def plan(staleness: int, scales: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_staleness_zero_applies_the_mean_change(workers: Pool, ranks: int) -> None:
-    found = workers.run(ranks, trained, plan(0, scales=True), 5)
+    found = workers.run(ranks, train_run, plan(0, scales=True), 5)
     replicas = Replicas(ranks)
     for step in range(1, 6):
         before = torch.stack(replicas.weights)
@@ -46,7 +46,7 @@ def test_staleness_zero_applies_the_mean_change(workers: Pool, ranks: int) -> No
 
 
 def test_resumed_synchronous_run_is_bit_equal(workers: Pool) -> None:
-    for whole, after, sent, sent_after in workers.run(3, resumed, plan(0), 3, 6):
+    for whole, after, sent, sent_after in workers.run(3, resume, plan(0), 3, 6):
         assert torch.equal(whole, after)
         assert sent == sent_after > 0
 
@@ -90,7 +90,7 @@ def test_weights_follow_the_formula_of_arrived_changes(workers: Pool, ranks: int
     while any(len(history) <= steps for history in weights):
         rank, arrived = next_step(found, weights, sent, applied, steps)
         put(model, weights[rank][-1])
-        change = marked_step(model, rank, len(weights[rank]))
+        change = mark_step(model, rank, len(weights[rank]))
         fresh = max(arrived[other] - applied[rank][other] for other in range(ranks) if other != rank)
         sent[rank].append(change / ranks / (max(1, fresh) if scales else 1))
         news = [sent[other][n] for other in range(ranks) for n in range(applied[rank][other], arrived[other])]
@@ -152,7 +152,7 @@ def test_slow_link_sends_several_steps_in_one_message(workers: Pool) -> None:
 
 
 def test_lost_rank_raises_and_threads_do_not_block_exit(tmp_path: Path) -> None:
-    two = [forked.process(left_alone, rank, tmp_path / "meeting", plan(2)) for rank in (0, 1)]
+    two = [forked.process(leave_alone, rank, tmp_path / "meeting", plan(2)) for rank in (0, 1)]
     for process in two:
         process.start()
     for process in two:

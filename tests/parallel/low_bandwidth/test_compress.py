@@ -18,17 +18,17 @@ from tests import zoo
 from tests.parallel.low_bandwidth.compressing import (
     RATE,
     STEPS,
-    averaged,
-    averaged_in_pieces,
+    average,
+    average_in_pieces,
     interrupted,
-    left_to_torch,
+    leave_to_torch,
     rows,
     threads_of_powersgd,
-    trained,
+    train_run,
     vectors,
 )
 from tests.parallel.low_bandwidth.reference import means
-from tests.parallel.work import layered
+from tests.parallel.work import build_layers
 from tests.parity.pool import Pool
 
 HOWS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_compressed_mean_follows_the_formula_and_counts_bytes(workers: Pool, nam
     how = Compression(**HOWS[name])
     given = [[one.double().numpy() for one in step] for step in vectors(ranks, numbers)]
     expected, left = means(how, given)
-    found = workers.run(ranks, averaged, HOWS[name], numbers)
+    found = workers.run(ranks, average, HOWS[name], numbers)
     for rank, one in enumerate(found):
         for flat, mean in zip(one["means"], expected, strict=True):
             close(flat, mean, 1e-4)
@@ -76,8 +76,8 @@ def test_compressed_mean_follows_the_formula_and_counts_bytes(workers: Pool, nam
 
 @pytest.mark.parametrize("how", [*CHANCE.values(), HOWS["signs"], HOWS["topk"], HOWS["bf16"]])
 def test_pipelined_pieces_give_the_unpipelined_mean(workers: Pool, how: dict[str, Any]) -> None:
-    whole = workers.run(2, averaged, how, 333)
-    for one, other in zip(whole, workers.run(2, averaged_in_pieces, how, 333, 64), strict=True):
+    whole = workers.run(2, average, how, 333)
+    for one, other in zip(whole, workers.run(2, average_in_pieces, how, 333, 64), strict=True):
         assert one["sent"] == other["sent"]
         assert torch.equal(one["memory"], other["memory"])
         assert all(torch.equal(mine, its) for mine, its in zip(one["means"], other["means"], strict=True))
@@ -88,7 +88,7 @@ def test_pipelined_pieces_give_the_unpipelined_mean(workers: Pool, how: dict[str
 def test_error_feedback_keeps_stochastic_rounding_errors(workers: Pool, name: str, ranks: int) -> None:
     """What was sent and what is left add up to what there was."""
     numbers = 200
-    found = workers.run(ranks, averaged, CHANCE[name], numbers)
+    found = workers.run(ranks, average, CHANCE[name], numbers)
     sent = torch.stack(found[0]["means"]).sum(0)
     left = torch.stack([one["memory"] for one in found]).mean(0)
     there = torch.stack([torch.stack(step).mean(0) for step in vectors(ranks, numbers)]).sum(0)
@@ -111,7 +111,7 @@ def test_stochastic_rounding_is_unbiased(name: str) -> None:
 
 def test_bfloat16_gradients_have_float32_error_memory(workers: Pool) -> None:
     how = {"kind": "randomk", "ratio": 0.5}
-    found = workers.run(2, averaged, how, 100, "bfloat16")
+    found = workers.run(2, average, how, 100, "bfloat16")
     assert found[0]["means"][0].dtype == torch.bfloat16
     assert found[0]["memory"].dtype == torch.float32
     assert found[0]["sent"][0] == Compression(**how).count_sent_bytes(100, 2, 2)
@@ -153,9 +153,9 @@ def test_bytes_sent_by_powersgd() -> None:
 # ---------------------------------------------------------------------------------------------------- DDP
 
 
-def trained_alone(how: Compression, ranks: int, order: list[str], steps: int = STEPS) -> dict[str, Tensor]:
+def train_alone(how: Compression, ranks: int, order: list[str], steps: int = STEPS) -> dict[str, Tensor]:
     """Train all replicas in this process, gradients in one vector in the order of the bucket."""
-    model = layered()
+    model = build_layers()
     parameters = dict(model.named_parameters())
     history: list[list[Any]] = []
     for step in range(steps):
@@ -174,21 +174,21 @@ def trained_alone(how: Compression, ranks: int, order: list[str], steps: int = S
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", ["bf16", "topk", "randomk", "4 bits", "signs"])
 def test_compressed_ddp_follows_the_formula(workers: Pool, name: str, ranks: int) -> None:
-    found = workers.run(ranks, trained, {"compression": HOWS[name]})
+    found = workers.run(ranks, train_run, {"compression": HOWS[name]})
     order = list(found[0]["own"]["exchange"]["memory"])
-    expected = trained_alone(Compression(**HOWS[name]), ranks, order)
-    assert len(order) == sum(parameter.requires_grad for parameter in layered().parameters())
+    expected = train_alone(Compression(**HOWS[name]), ranks, order)
+    assert len(order) == sum(parameter.requires_grad for parameter in build_layers().parameters())
     for one in found:
         for key, value in expected.items():
             torch.testing.assert_close(one["weights"][key], value, rtol=1e-4, atol=1e-5, msg=key)
-    numbers = sum(p.numel() for p in layered().parameters() if p.requires_grad)
+    numbers = sum(p.numel() for p in build_layers().parameters() if p.requires_grad)
     assert found[0]["figures"]["bytes_sent"] == STEPS * Compression(**HOWS[name]).count_sent_bytes(numbers, 4, ranks)
 
 
 @pytest.mark.parametrize("name", ["topk", "signs"])
 def test_single_rank_compresses_nothing(workers: Pool, name: str) -> None:
-    (found,) = workers.run(1, trained, {"compression": HOWS[name]})
-    for key, value in _whole(layered(), ranks=1).items():
+    (found,) = workers.run(1, train_run, {"compression": HOWS[name]})
+    for key, value in _whole(build_layers(), ranks=1).items():
         torch.testing.assert_close(found["weights"][key], value, rtol=1e-5, atol=1e-6)
     assert found["figures"] == {"bytes_sent": 0}
 
@@ -196,7 +196,7 @@ def test_single_rank_compresses_nothing(workers: Pool, name: str) -> None:
 @pytest.mark.parametrize("kind", [{}, {"kind": "hsdp", "replicate": 2}], ids=["ddp", "hsdp"])
 def test_microbatches_of_a_step_are_sent_once(workers: Pool, kind: dict[str, Any]) -> None:
     plan = {"compression": HOWS["topk"], **kind}
-    one, two = (workers.run(2, trained, plan, STEPS, microbatches)[0] for microbatches in (1, 2))
+    one, two = (workers.run(2, train_run, plan, STEPS, microbatches)[0] for microbatches in (1, 2))
     assert one["figures"] == two["figures"]
     for name, weight in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=1e-5)
@@ -204,14 +204,14 @@ def test_microbatches_of_a_step_are_sent_once(workers: Pool, kind: dict[str, Any
 
 def test_several_buckets_follow_the_formula(workers: Pool) -> None:
     plan = {"compression": {"kind": "bf16", "error_feedback": False}}
-    small, whole = (workers.run(2, trained, {**plan, **more})[0] for more in ({"bucket_mb": 0.001}, {}))
+    small, whole = (workers.run(2, train_run, {**plan, **more})[0] for more in ({"bucket_mb": 0.001}, {}))
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(small["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("plan", [{"compression": HOWS["topk"]}, {"compression": {"kind": "quantize", "block": 32}}])
 def test_gradient_scaler_does_not_change_weights(workers: Pool, plan: dict[str, Any]) -> None:
-    plain, scaled = workers.run(2, trained, plan)[0], workers.run(2, trained, plan, STEPS, 1, None, True)[0]
+    plain, scaled = workers.run(2, train_run, plan)[0], workers.run(2, train_run, plan, STEPS, 1, None, True)[0]
     for name, weight in plain["weights"].items():
         torch.testing.assert_close(scaled["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
@@ -234,7 +234,7 @@ def test_powersgd_runs_outside_of_gloo_threads(workers: Pool) -> None:
 
 
 def test_no_compression_leaves_torch_untouched(workers: Pool) -> None:
-    assert workers.run(2, left_to_torch) == [True, True]
+    assert workers.run(2, leave_to_torch) == [True, True]
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -251,8 +251,8 @@ def test_resume_is_bit_equal(workers: Pool, name: str) -> None:
 
 def test_hsdp_replicas_stay_equal(workers: Pool) -> None:
     plan = {"kind": "hsdp", "replicate": 2}
-    found = workers.run(4, trained, {**plan, "compression": {"kind": "bf16"}})
-    model = layered()
+    found = workers.run(4, train_run, {**plan, "compression": {"kind": "bf16"}})
+    model = build_layers()
     expected = _whole(model, ranks=4)
     for one in found:
         for name, weight in expected.items():
@@ -264,20 +264,20 @@ def test_hsdp_replicas_stay_equal(workers: Pool) -> None:
 
 
 def _whole(model: Any, ranks: int) -> dict[str, Tensor]:
-    return trained_alone(Compression(), ranks, [n for n, p in model.named_parameters() if p.requires_grad])
+    return train_alone(Compression(), ranks, [n for n, p in model.named_parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize("more", [{}, {"bucket_mb": 0.001}], ids=["one bucket", "several"])
 def test_powersgd_of_full_rank_equals_plain_ddp(workers: Pool, more: dict[str, Any]) -> None:
     how = {"kind": "powersgd", "rank": 16}  # full rank: as good as nothing lost, where factors are sent at all
-    found = workers.run(2, trained, {"compression": how, **more})
-    for name, weight in _whole(layered(), ranks=2).items():
+    found = workers.run(2, train_run, {"compression": how, **more})
+    for name, weight in _whole(build_layers(), ranks=2).items():
         torch.testing.assert_close(found[0]["weights"][name], weight, rtol=1e-4, atol=1e-5)
         assert torch.equal(found[0]["weights"][name], found[1]["weights"][name])
 
 
-def attached(plan: dict[str, Any]) -> bool:
-    model = layered()
+def attach(plan: dict[str, Any]) -> bool:
+    model = build_layers()
     mesh, given = data_mesh("cpu"), DataPlan(**plan)
     wrapped = apply_data_parallel(model, mesh, given)
     optimizer = torch.optim.SGD(model.parameters())
@@ -286,13 +286,13 @@ def attached(plan: dict[str, Any]) -> bool:
 
 def test_no_gradient_sync_without_compression(workers: Pool) -> None:
     """So that it costs nothing: DDP and FSDP are torch's own."""
-    assert workers.run(2, attached, {}) == [False, False]
-    assert workers.run(2, attached, {"kind": "zero3"}) == [False, False]
-    assert workers.run(2, attached, {"compression": {"kind": "bf16"}}) == [True, True]
+    assert workers.run(2, attach, {}) == [False, False]
+    assert workers.run(2, attach, {"kind": "zero3"}) == [False, False]
+    assert workers.run(2, attach, {"compression": {"kind": "bf16"}}) == [True, True]
 
 
 def failing() -> str:
-    model = layered()
+    model = build_layers()
     mesh, plan = data_mesh("cpu"), DataPlan(compression=Compression("powersgd"))
     wrapped = apply_data_parallel(model, mesh, plan)
     optimizer = torch.optim.SGD(model.parameters())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cornstarch.plan import Compression
-from tests.parallel.low_bandwidth.compressing import interrupted, trained
-from tests.parallel.low_bandwidth.test_compress import CHANCE, HOWS, RESUMED, trained_alone
+from tests.parallel.low_bandwidth.compressing import interrupted, train_run
+from tests.parallel.low_bandwidth.test_compress import CHANCE, HOWS, RESUMED, train_alone
 from tests.parity.pool import Pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -27,8 +27,8 @@ def on_gpu() -> Iterator[Pool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["bf16", "topk", "8 bits", "4 bits", "signs"])
 def test_compressed_ddp_follows_the_formula(on_gpu: Pool, name: str, ranks: int) -> None:
-    found = on_gpu.run(ranks, trained, {"compression": HOWS[name]}, 4, 1, None, False, "cuda")
-    expected = trained_alone(Compression(**HOWS[name]), ranks, list(found[0]["own"]["exchange"]["memory"]))
+    found = on_gpu.run(ranks, train_run, {"compression": HOWS[name]}, 4, 1, None, False, "cuda")
+    expected = train_alone(Compression(**HOWS[name]), ranks, list(found[0]["own"]["exchange"]["memory"]))
     for one in found:
         for key, value in expected.items():
             torch.testing.assert_close(one["weights"][key], value, rtol=1e-3, atol=1e-3, msg=key)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, distance, run_in_background
-from tests.parallel.low_bandwidth.updates import swapped
+from tests.parallel.low_bandwidth.updates import swap
 from tests.parity.pool import Pool
 
 
@@ -45,7 +45,7 @@ def test_flat_weights_keep_doubles_and_allow_no_parameters() -> None:
 
 @pytest.mark.parametrize("numbers", [1, 3 * 2**20 + 5])
 def test_peers_send_and_receive_at_once(workers: Pool, numbers: int) -> None:
-    assert workers.run(2, swapped, numbers) == [True, True]
+    assert workers.run(2, swap, numbers) == [True, True]
 
 
 def test_background_task_returns_or_raises_its_result() -> None:

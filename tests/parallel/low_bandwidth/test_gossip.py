@@ -9,7 +9,7 @@ import torch
 
 from cornstarch.plan.data_options import GossipGraph
 from tests.parallel.low_bandwidth.test_graphs import GRAPHS, averaging
-from tests.parallel.low_bandwidth.updates import Replicas, delayed, resumed, slow_one, trained
+from tests.parallel.low_bandwidth.updates import Replicas, delayed, resume, slow_one, train_run
 from tests.parity.pool import Pool
 
 STEPS = 5
@@ -20,7 +20,7 @@ STEPS = 5
 def test_gossip_averages_neighbours_and_applies_the_gradient(
     workers: Pool, graph: GossipGraph, ranks: int, overlap: bool
 ) -> None:
-    found = workers.run(ranks, trained, {"kind": "gossip", "gossip": {"graph": graph, "overlap": overlap}}, STEPS)
+    found = workers.run(ranks, train_run, {"kind": "gossip", "gossip": {"graph": graph, "overlap": overlap}}, STEPS)
     replicas = Replicas(ranks)
     for step in range(1, STEPS + 1):
         before = torch.stack(replicas.weights)
@@ -39,15 +39,15 @@ def test_gossip_averages_neighbours_and_applies_the_gradient(
 
 def test_skipped_step_changes_nothing(workers: Pool) -> None:
     plan = {"kind": "gossip", "gossip": {"graph": "exponential"}}
-    whole = workers.run(3, trained, plan, STEPS)
-    for rank, one in enumerate(workers.run(3, trained, plan, STEPS, torch.float64, 3)):
+    whole = workers.run(3, train_run, plan, STEPS)
+    for rank, one in enumerate(workers.run(3, train_run, plan, STEPS, torch.float64, 3)):
         assert torch.equal(one["after"], whole[rank]["after"])
         assert one["figures"] == whole[rank]["figures"]
 
 
 @pytest.mark.parametrize("graph", ["exponential", "random_pairs"])
 def test_resumed_run_is_bit_equal(workers: Pool, graph: str) -> None:
-    for whole, after, sent, sent_after in workers.run(3, resumed, {"kind": "gossip", "gossip": {"graph": graph}}, 3, 7):
+    for whole, after, sent, sent_after in workers.run(3, resume, {"kind": "gossip", "gossip": {"graph": graph}}, 3, 7):
         assert torch.equal(whole, after)
         assert sent == sent_after > 0
 

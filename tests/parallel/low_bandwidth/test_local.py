@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.plan.data_options import Compression
-from tests.parallel.low_bandwidth.updates import Replicas, resumed, trained
+from tests.parallel.low_bandwidth.updates import Replicas, resume, train_run
 from tests.parity.pool import Pool
 
 EVERY, STEPS = 2, 9
@@ -38,7 +38,7 @@ def assert_history(found: list[dict[str, Any]], step: int, expected: list[Tensor
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_local_sgd_takes_the_mean_of_weights(workers: Pool, ranks: int) -> None:
-    found = workers.run(ranks, trained, {"kind": "local_sgd", "local": {"every": EVERY}}, STEPS)
+    found = workers.run(ranks, train_run, {"kind": "local_sgd", "local": {"every": EVERY}}, STEPS)
     replicas = Replicas(ranks)
     for step in range(1, STEPS + 1):
         weights = replicas.learn(step)
@@ -57,7 +57,7 @@ def test_local_sgd_takes_the_mean_of_weights(workers: Pool, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_diloco_moves_the_common_weights_by_nesterov(workers: Pool, ranks: int) -> None:
-    found = workers.run(ranks, trained, {"kind": "diloco", "local": OUTER}, STEPS)
+    found = workers.run(ranks, train_run, {"kind": "diloco", "local": OUTER}, STEPS)
     replicas = Replicas(ranks)
     outer = Outer(replicas.weights[0])
     for step in range(1, STEPS + 1):
@@ -70,7 +70,7 @@ def test_diloco_moves_the_common_weights_by_nesterov(workers: Pool, ranks: int) 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_diloco_with_overlap_applies_a_round_when_the_next_has_ended(workers: Pool, ranks: int) -> None:
-    found = workers.run(ranks, trained, {"kind": "diloco", "local": {**OUTER, "overlap": True}}, STEPS)
+    found = workers.run(ranks, train_run, {"kind": "diloco", "local": {**OUTER, "overlap": True}}, STEPS)
     replicas = Replicas(ranks)
     starts, travelling = replicas.weights, None
     outer = Outer(starts[0])
@@ -86,7 +86,7 @@ def test_diloco_with_overlap_applies_a_round_when_the_next_has_ended(workers: Po
         assert_history(found, step, replicas.weights, rtol=1e-10, atol=1e-12)
 
 
-def rounded(values: Tensor, block: int) -> Tensor:
+def round_values(values: Tensor, block: int) -> Tensor:
     """Return numbers in 8 bits: one scale for each block."""
     padded = torch.nn.functional.pad(values, (0, -len(values) % block)).view(-1, block)
     scales = padded.abs().amax(1, keepdim=True) / 127
@@ -98,7 +98,7 @@ def test_quantized_changes_with_error_feedback_follow_the_formula(workers: Pool,
     plan = {"kind": kind, "compression": {"kind": "quantize", "block": 16, "stochastic": False}, "local": OUTER}
     if kind == "local_sgd":
         plan["local"] = {"every": EVERY}
-    found = workers.run(2, trained, plan, STEPS, torch.float32)
+    found = workers.run(2, train_run, plan, STEPS, torch.float32)
     replicas = Replicas(2, torch.float32)
     common = replicas.weights[0]
     outer, lost = Outer(common), [torch.zeros_like(common)] * 2
@@ -106,7 +106,7 @@ def test_quantized_changes_with_error_feedback_follow_the_formula(workers: Pool,
         weights = replicas.learn(step)
         if step % EVERY == 0:
             wanted = [common - one + left for one, left in zip(weights, lost, strict=True)]
-            said = [rounded(one, 16) for one in wanted]
+            said = [round_values(one, 16) for one in wanted]
             lost = [one - other for one, other in zip(wanted, said, strict=True)]
             mean = torch.stack(said).mean(0)
             common = outer.move_batch(mean) if kind == "diloco" else common - mean
@@ -134,6 +134,6 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_resumed_run_is_bit_equal(workers: Pool, name: str) -> None:
-    for whole, after, sent, sent_after in workers.run(3, resumed, PLANS[name], 5, 9):
+    for whole, after, sent, sent_after in workers.run(3, resume, PLANS[name], 5, 9):
         assert torch.equal(whole, after)
         assert sent == sent_after > 0

@@ -80,7 +80,7 @@ def exchange_for(model: nn.Module, plan: DataPlan) -> ReplicaSync:
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-def trained(
+def train_run(
     plan: Mapping[str, Any], steps: int, dtype: torch.dtype = torch.float64, left_out: int = 0
 ) -> dict[str, Any]:
     """Train; return the weights after each step, what they are inside `averaged`, and figures.
@@ -104,7 +104,7 @@ def trained(
     return {"history": history, "mean": mean, "after": after, "figures": exchange.figures()}
 
 
-def resumed(plan: Mapping[str, Any], first: int, steps: int) -> tuple[Tensor, Tensor, float, float]:
+def resume(plan: Mapping[str, Any], first: int, steps: int) -> tuple[Tensor, Tensor, float, float]:
     """Train without a break, and with one in which all is made anew; return the weights and bytes of both."""
     rank = dist.get_rank()
 
@@ -152,7 +152,7 @@ class Marked(nn.Module):
         return (self.learned - target).square().sum() + counted - counted.detach()
 
 
-def marked_step(model: Marked, rank: int, step: int) -> Tensor:
+def mark_step(model: Marked, rank: int, step: int) -> Tensor:
     """Do one step of plain SGD; return the change."""
     before = flat(model)
     gradients = torch.autograd.grad(model.loss(rank, step), list(model.parameters()))
@@ -182,7 +182,7 @@ def delayed(
         never.wait(chance.uniform(0, longest) * (slow if rank == 0 else 1))  # what computing takes
         while rank == 0 and step == 2 and late and not _have_arrived(exchange, late):
             never.wait(0.001)
-        changes.append(marked_step(model, rank, step))
+        changes.append(mark_step(model, rank, step))
         exchange.after_step(step)
         if rank == 0 and step == 1:
             dist.send(go, 1)
@@ -216,7 +216,7 @@ def slow_one(plan: Mapping[str, Any], alone: int, more: int) -> list[float]:
         exchange.before_step()
         if rank == 0 and step == alone + 1:
             dist.send(go, 1)
-        marked_step(model, rank, step)
+        mark_step(model, rank, step)
         exchange.after_step(step)
         found.append(model.counts[1].item())
     exchange.finish()
@@ -250,7 +250,7 @@ def over_a_slow_link(plan: Mapping[str, Any], steps: int) -> tuple[int, Tensor]:
         exchange = exchange_for(model, DataPlan(**plan))
         for step in range(1, steps + 1):
             exchange.before_step()
-            marked_step(model, dist.get_rank(), step)
+            mark_step(model, dist.get_rank(), step)
             exchange.after_step(step)
         exchange.finish()
     together = Compression().count_sent_bytes(numbers, 8, dist.get_world_size())
@@ -266,7 +266,7 @@ def delayed_over_a_slow_link(plan: Mapping[str, Any], *options: Any) -> dict[str
         return delayed(plan, *options)
 
 
-def left_alone(rank: int, meeting: Path, plan: Mapping[str, Any]) -> None:
+def leave_alone(rank: int, meeting: Path, plan: Mapping[str, Any]) -> None:
     """Let rank 1 end without a word, and rank 0 with 7 if it says so."""
     store = dist.FileStore(str(meeting), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -275,7 +275,7 @@ def left_alone(rank: int, meeting: Path, plan: Mapping[str, Any]) -> None:
     try:
         for step in range(1, 10**6):
             exchange.before_step()
-            marked_step(model, rank, step)
+            mark_step(model, rank, step)
             exchange.after_step(step)  # may fail in the first step: rank 1 can be gone before rank 0 waits for it
             if rank == 1:
                 os._exit(0)
@@ -283,7 +283,7 @@ def left_alone(rank: int, meeting: Path, plan: Mapping[str, Any]) -> None:
         sys.exit(7 if "exchange with another process has failed" in str(error) else str(error))
 
 
-def swapped(numbers: int) -> bool:
+def swap(numbers: int) -> bool:
     """Let two processes send each other vectors; say whether they have arrived."""
     rank = dist.get_rank()
     assert dist.group.WORLD is not None

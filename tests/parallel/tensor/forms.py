@@ -48,10 +48,10 @@ def forms() -> dict[str, Callable[[], nn.Module]]:
             )
         ),
     }
-    return {name: _disturbed(make) for name, make in configs.items()}
+    return {name: _disturb(make) for name, make in configs.items()}
 
 
-def _disturbed(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _disturb(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with zoo.reproducible(0):
             model = make()

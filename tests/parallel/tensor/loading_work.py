@@ -40,7 +40,7 @@ def mesh_of(ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
 
 
-def compared(name: str, folder: str, ranks: int, how: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def compare(name: str, folder: str, ranks: int, how: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Load a model by slice, and whole before it is cut; return what is not the same to the bit, and the reason."""
     kind: Any = type(build(name) if name in {*zoo.LANGUAGE_MODELS, *zoo.ENCODERS} else forms()[name]())
     mesh = mesh_of(ranks)
@@ -94,7 +94,7 @@ def stored(name: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def loaded_otherwise(folder: str) -> dict[str, Any]:
+def load_otherwise(folder: str) -> dict[str, Any]:
     """Load a model whose stored tensors are put together in a way that is not known to take parts."""
     mesh = mesh_of(2)
     kind = type(build("mixtral"))
@@ -104,7 +104,7 @@ def loaded_otherwise(folder: str) -> dict[str, Any]:
     return {"wrong": differences(found, expected), "reason": full_read_reason(found)}
 
 
-def loaded_as(kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def load_as(kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Load a folder as a model of another class than it was written by."""
     model_class, mesh = getattr(transformers, kind), mesh_of(2)
     torch.manual_seed(3)
@@ -114,7 +114,7 @@ def loaded_as(kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]
     return {"wrong": differences(found, expected), "reason": full_read_reason(found)}
 
 
-def loaded_anew(folder: str) -> dict[str, Any]:
+def load_anew(folder: str) -> dict[str, Any]:
     """Load a folder into a model of which some weights have another shape, and are to be made anew."""
     kind, mesh = type(build("llama")), mesh_of(2)
     options = {
@@ -263,25 +263,25 @@ def _anonymous() -> int:
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
-def mapped_files() -> list[str]:
+def list_mapped_files() -> list[str]:
     """Return the files of weights that are mapped into this process."""
     return sorted({line.split()[-1] for line in open("/proc/self/maps") if line.rstrip().endswith(".safetensors")})
 
 
-def loaded_in(load: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+def load_in(load: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
     """Load something; return the most memory it took, and what was read of each tensor."""
     with counted_reads() as reads, MemoryPeak() as peak:
         kept = load(*arguments, **options)
-    return {"peak": peak.bytes, "reads": reads, "mapped": mapped_files(), "kept": _held(kept)}
+    return {"peak": peak.bytes, "reads": reads, "mapped": list_mapped_files(), "kept": _measure_held(kept)}
 
 
-def _held(model: nn.Module) -> int:
+def _measure_held(model: nn.Module) -> int:
     return sum(local(parameter).untyped_storage().nbytes() for parameter in model.parameters())
 
 
-def loaded_large(name: str, folder: str, how: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def load_large(name: str, folder: str, how: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Load a model by slice over two ranks."""
     kind = type(build(name))
     mesh = mesh_of(2)
     load_sharded(kind, str(Path(folder).parent / "tiny"), mesh, **how)  # imports, groups, threads
-    return loaded_in(load_sharded, kind, folder, mesh, **how, **options)
+    return load_in(load_sharded, kind, folder, mesh, **how, **options)

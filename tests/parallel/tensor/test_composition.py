@@ -8,7 +8,7 @@ import torch
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.parallel.tensor import check_tensor_plan
 from tests.parallel.tensor import work
-from tests.parallel.tensor.work import ROWS_OF_TWO, adapted, alone_on, assert_same, composed
+from tests.parallel.tensor.work import ROWS_OF_TWO, adapt, alone_on, assert_same, compose_model
 from tests.parity.pool import Pool
 
 MESHES = {
@@ -29,7 +29,7 @@ MESHES = {
 )
 def test_composition_with_fsdp(fresh: Pool, name: str, adapters: bool, mesh: str, how: dict[str, bool]) -> None:
     expected, stepped = alone_on(name, adapters, ROWS_OF_TWO)
-    results = fresh.run(4, composed, name, adapters, *MESHES[mesh], how)
+    results = fresh.run(4, compose_model, name, adapters, *MESHES[mesh], how)
     assert sum(found["outcome"].loss for found in results) / 4 == pytest.approx(expected.loss, rel=1e-5)
     for found in results:
         assert found["whole"] == found["boxes"] == []
@@ -50,7 +50,7 @@ def test_sharded_adapters_give_the_gradients_of_one_process(workers: Pool) -> No
 
 @pytest.mark.parametrize(("name", "sharded"), [("phi3", True), ("gpt2", False), ("llama4", True), ("qwen2_vl", True)])
 def test_full_tensors_load_into_sharded_parameters(fresh: Pool, name: str, sharded: bool) -> None:
-    assert fresh.run(4, work.refilled, name, sharded) == [[]] * 4
+    assert fresh.run(4, work.refill, name, sharded) == [[]] * 4
 
 
 def test_meta_model_is_sharded_and_loaded(workers: Pool) -> None:
@@ -63,4 +63,4 @@ def test_meta_model_is_sharded_and_loaded(workers: Pool) -> None:
 
 def test_other_adapters_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"o_proj has adapters .*lora_magnitude_vector"):
-        check_tensor_plan(adapted("llama", use_dora=True), 2)
+        check_tensor_plan(adapt("llama", use_dora=True), 2)

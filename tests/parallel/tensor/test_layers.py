@@ -7,7 +7,7 @@ import torch
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from tests.parallel.tensor.work import by_hand, exchanges, refused_layers, refused_models
+from tests.parallel.tensor.work import by_hand, collect_refused_layers, collect_refused_models, exchanges
 from tests.parity.pool import Pool
 
 
@@ -27,7 +27,7 @@ def test_collectives_and_their_gradients(workers: Pool) -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused(workers: Pool) -> None:
-    for messages in workers.run(2, refused_layers):
+    for messages in workers.run(2, collect_refused_layers):
         assert messages == [
             "7 outputs cannot be cut evenly over 2 ranks.",
             "7 inputs cannot be cut evenly over 2 ranks.",
@@ -44,6 +44,6 @@ def test_layer_without_mesh_is_refused(kind: type[ColumnParallelLinear]) -> None
 
 
 def test_unshardable_models_are_refused(workers: Pool) -> None:
-    for twice, axes in workers.run(2, refused_models):
+    for twice, axes in workers.run(2, collect_refused_models):
         assert "is cut over ranks already" in twice
         assert "one axis, found 2: give mesh['tp']" in axes

@@ -17,12 +17,12 @@ from tests.parallel.tensor.forms import forms
 from tests.parallel.tensor.loading_work import (
     LARGE,
     MemoryPeak,
-    compared,
+    compare,
     half_of_the_layers,
-    loaded_anew,
-    loaded_as,
-    loaded_large,
-    loaded_otherwise,
+    load_anew,
+    load_as,
+    load_large,
+    load_otherwise,
     refusals,
     stored,
 )
@@ -33,14 +33,14 @@ from tests.parity.pool import Pool
 @pytest.mark.parametrize("name", [*zoo.LANGUAGE_MODELS, *zoo.ENCODERS])
 def test_every_model_of_the_zoo(workers: Pool, name: str, tmp_path: Path) -> None:
     folder = str(stored(name, tmp_path / name))
-    for found in workers.run(2, compared, name, folder, 2, {}, {}):
+    for found in workers.run(2, compare, name, folder, 2, {}, {}):
         assert found["wrong"] == [] and found["reason"] is None and found["cut"]
 
 
 @pytest.mark.parametrize("form", forms())
 def test_other_layer_forms_match_one_process(workers: Pool, form: str, tmp_path: Path) -> None:
     folder = str(stored(form, tmp_path / form))
-    for found in workers.run(2, compared, form, folder, 2, {}, {}):
+    for found in workers.run(2, compare, form, folder, 2, {}, {}):
         assert found["wrong"] == [] and found["reason"] is None, found
 
 
@@ -70,7 +70,7 @@ def test_loading_options_match_from_pretrained(
     tmp_path: Path,
 ) -> None:
     folder = str(stored(name, tmp_path / name, **options))
-    for found in workers.run(ranks, compared, name, folder, ranks, how, loading):
+    for found in workers.run(ranks, compare, name, folder, ranks, how, loading):
         assert found["wrong"] == [] and found["reason"] is None, found
 
 
@@ -78,7 +78,7 @@ def test_loading_options_match_from_pretrained(
 def test_folder_of_another_class_is_loaded(workers: Pool, kind: str, tmp_path: Path) -> None:
     """Names have another prefix there, or a head is new: that of the first rank is everyone's."""
     folder = str(stored("llama", tmp_path / "llama"))
-    for found in workers.run(2, loaded_as, kind, folder, {}):
+    for found in workers.run(2, load_as, kind, folder, {}):
         assert found == {"wrong": [], "reason": None}
 
 
@@ -86,7 +86,7 @@ def test_encoder_of_a_larger_checkpoint_is_loaded(workers: Pool, tmp_path: Path)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.CLIPConfig(vision_config=zoo.tower_sizes(), text_config={**sizes, "vocab_size": 64})
     zoo.build(transformers.CLIPModel, config).save_pretrained(tmp_path)
-    for found in workers.run(2, loaded_as, "CLIPVisionModel", str(tmp_path), {}):
+    for found in workers.run(2, load_as, "CLIPVisionModel", str(tmp_path), {}):
         assert found == {"wrong": [], "reason": None}
 
 
@@ -95,7 +95,7 @@ def test_fused_stored_tensors_are_split(workers: Pool, tmp_path: Path) -> None:
     config = zoo.dinov2_config()
     config.use_swiglu_ffn = True
     zoo.build(transformers.Dinov2Model, config).save_pretrained(tmp_path)
-    for found in workers.run(2, loaded_as, "Dinov2Model", str(tmp_path), {}):
+    for found in workers.run(2, load_as, "Dinov2Model", str(tmp_path), {}):
         assert found == {"wrong": [], "reason": None}
 
 
@@ -103,14 +103,14 @@ def test_fused_stored_tensors_are_split(workers: Pool, tmp_path: Path) -> None:
 
 
 def test_unknown_conversions_require_a_full_read(workers: Pool, tmp_path: Path) -> None:
-    for found in workers.run(2, loaded_otherwise, str(stored("mixtral", tmp_path / "mixtral"))):
+    for found in workers.run(2, load_otherwise, str(stored("mixtral", tmp_path / "mixtral"))):
         assert found["wrong"] == []
         assert "MergeModulelist" in found["reason"] and "may need all of it" in found["reason"]
 
 
 def test_new_weights_require_a_full_read(workers: Pool, tmp_path: Path) -> None:
     folder = stored("llama", tmp_path / "llama")
-    for found in workers.run(2, loaded_anew, str(folder)):
+    for found in workers.run(2, load_anew, str(folder)):
         assert found["wrong"] == []
         assert found["reason"] == "model.layers.0.mlp.gate_proj.weight is stored with another shape, and made anew"
 
@@ -221,7 +221,7 @@ def test_loading_memory_is_bounded_by_the_shard(fresh: Pool, case: str, tmp_path
     del model
     stored(name, tmp_path / "tiny")
     assert whole > 150e6
-    for found in fresh.run(2, loaded_large, name, str(tmp_path / "large"), how, {}):
+    for found in fresh.run(2, load_large, name, str(tmp_path / "large"), how, {}):
         assert found["mapped"] == []  # so that all weights are in memory that is counted
         assert found["kept"] <= found["peak"] * 1.02
         assert found["peak"] <= 0.55 * whole

@@ -9,7 +9,7 @@ import pytest
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.parallel.tensor import check_tensor_plan
 from tests import zoo
-from tests.parallel.tensor.work import adapted, alone, assert_same, build, cut, kept_between, two_lengths
+from tests.parallel.tensor.work import adapt, alone, assert_same, build, cut, find_kept_between, two_lengths
 from tests.parity.pool import Pool
 
 # The longest of the texts has 11 tokens, which two ranks do not divide.
@@ -50,8 +50,8 @@ def test_four_ranks_give_the_gradients_of_one_process(workers: Pool) -> None:
 
 
 def test_norms_see_their_own_tokens_only(workers: Pool) -> None:
-    assert workers.run(2, kept_between, True) == [(3, 6, 32)] * 2
-    assert workers.run(2, kept_between, False) == [(3, 11, 32)] * 2
+    assert workers.run(2, find_kept_between, True) == [(3, 6, 32)] * 2
+    assert workers.run(2, find_kept_between, False) == [(3, 11, 32)] * 2
 
 
 def test_other_length_between_forward_and_backward(workers: Pool) -> None:
@@ -69,7 +69,7 @@ def test_feed_forward_layers_without_a_module_are_refused(name: str) -> None:
 
 def test_adapters_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"\(sequence=True\): self_attn has adapters"):
-        check_tensor_plan(adapted("llama"), 2, sequence=True)
+        check_tensor_plan(adapt("llama"), 2, sequence=True)
 
 
 def test_the_zoo_is_known() -> None:

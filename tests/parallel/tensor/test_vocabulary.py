@@ -19,7 +19,7 @@ from tests.parallel.tensor.work import (
     cut,
     scored,
     sharded_vocabulary,
-    spoken,
+    speak,
 )
 from tests.parity.pool import Pool
 
@@ -57,7 +57,7 @@ def test_evaluation_returns_all_logits(workers: Pool, name: str) -> None:
     model = build(name, vocab_size=zoo.VOCABULARY + 1).eval()
     with torch.no_grad():
         expected = model(**zoo.text_batch(ROWS))
-    for rank, found in enumerate(workers.run(2, spoken, name)):
+    for rank, found in enumerate(workers.run(2, speak, name)):
         torch.testing.assert_close(found["logits"], expected.logits)
         assert found["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
         assert found["local"] == (33, 32)[rank]

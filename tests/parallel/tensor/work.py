@@ -129,12 +129,12 @@ def with_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def composed(
+def compose_model(
     name: str, adapters: bool, shape: tuple[int, ...], axes: tuple[str, ...], how: dict[str, Any]
 ) -> dict[str, Any]:
     """Cut a model over one axis of a mesh, and shard it over the others; each replica has its own rows."""
     root = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    model = adapted(name) if adapters else build(name)
+    model = adapt(name) if adapters else build(name)
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     shard_tensors(model, root["tp"], **how)
     if len(axes) > 1:
@@ -181,12 +181,12 @@ def stepped(model: nn.Module) -> dict[str, Tensor]:
 
 def alone_on(name: str, adapters: bool, rows: tuple[str, ...]) -> tuple[Outcome, dict[str, Tensor]]:
     """Do the same in one process."""
-    model = adapted(name) if adapters else build(name)
+    model = adapt(name) if adapters else build(name)
     found = outcome(model, loss_of(name, model, rows))
     return found, stepped(model)
 
 
-def adapted(name: str, **options: Any) -> nn.Module:
+def adapt(name: str, **options: Any) -> nn.Module:
     """Return a model with LoRA on all linear layers of attention and feed-forward."""
     from peft import LoraConfig, get_peft_model
 
@@ -203,7 +203,7 @@ LORA = (
 )
 
 
-def refilled(name: str, sharded: bool) -> list[str]:
+def refill(name: str, sharded: bool) -> list[str]:
     """Load whole tensors into a model that is cut; return the parameters that came out differently."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     wanted = {key: p.detach().clone() for key, p in build(name, seed=7).named_parameters()}
@@ -229,7 +229,7 @@ def on_meta(name: str) -> dict[str, Any]:
 
 def cut_with_adapters(name: str) -> Outcome:
     """Cut a model with LoRA over two ranks."""
-    model = adapted(name)
+    model = adapt(name)
     shard_tensors(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     return outcome(model, loss_of(name, model))
 
@@ -259,7 +259,7 @@ def all_labels(words: int) -> Tensor:
     return labels.masked_fill(torch.rand(3, 4, generator=zoo.generator(3)) < 0.3, zoo.IGNORED)
 
 
-def spoken(name: str) -> dict[str, Any]:
+def speak(name: str) -> dict[str, Any]:
     """Return what a model cut by words gives back when it is not trained, and what it holds."""
     model: Any = build(name, vocab_size=zoo.VOCABULARY + 1)
     shard_tensors(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), vocabulary=True)
@@ -312,7 +312,7 @@ def exchanges() -> dict[str, int]:
     return {"forward": forward, "backward": len(counts) - forward}
 
 
-def refused_models() -> list[str]:
+def collect_refused_models() -> list[str]:
     """Cut a model twice, and over a mesh of two axes."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = shard_tensors(build("llama"), mesh)
@@ -325,7 +325,7 @@ def refused_models() -> list[str]:
     return messages
 
 
-def refused_layers() -> list[str]:
+def collect_refused_layers() -> list[str]:
     """Make layers that cannot be cut evenly."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     messages = []
@@ -375,7 +375,7 @@ def train_compiled(lengths: tuple[int, ...], shape: tuple[int, ...], how: dict[s
 # ------------------------------------------------------------------------------------------------ tokens
 
 
-def kept_between(sequence: bool) -> tuple[int, ...]:
+def find_kept_between(sequence: bool) -> tuple[int, ...]:
     """Return the shape of what a norm between two regions works on."""
     model: Any = build("llama")
     shard_tensors(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), sequence=sequence)

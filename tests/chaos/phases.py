@@ -1,8 +1,8 @@
-"""What the processes of a run tell the harness: in which phase they are, and whether two of them write to one folder.
+"""Reports of the processes of a run: in which phase they are, and whether two of them write to one folder.
 
 `install` puts a line into a file before and after each phase of a `Trainer`. It is called in the process from which
-`tests.warm` forks the processes of a run, or, with `python -m tests.chaos.told`, in an interpreter that starts cold.
-Nothing is told unless `CHAOS_TOLD` names a folder.
+`tests.warm` forks the processes of a run, or, with `python -m tests.chaos.phases`, in an interpreter that starts cold.
+Nothing is reported unless `CHAOS_REPORTS` names a folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FOLDER, ONLY = "CHAOS_TOLD", "CHAOS_ONLY"
+FOLDER, ONLY = "CHAOS_REPORTS", "CHAOS_ONLY"
 INIT, LOAD, STEP, SAVE, EVALUATION, END = PHASES = ("init", "load", "step", "save", "evaluation", "end")
 CLAIMED, DOUBLE, RESUMED, SAMPLES = "claimed", "double", "resumed", "samples"
 RARE = (INIT, RESUMED, CLAIMED, DOUBLE)
-"""What is told once by a process: runs of hours are told nothing else (`CHAOS_ONLY`)."""
+"""What a process reports once: runs of hours report nothing else (`CHAOS_ONLY`)."""
 
 
-def tell(phase: str, number: int = 0, mark: str = "+", text: str = "") -> None:
+def report(phase: str, number: int = 0, mark: str = "+", text: str = "") -> None:
     """Write a line: when, which rank, which phase, whether it begins or ends, a number, a text."""
     folder, only = os.environ.get(FOLDER), os.environ.get(ONLY)
     if folder and (not only or phase in only.split(",")):
@@ -37,20 +37,20 @@ def tell(phase: str, number: int = 0, mark: str = "+", text: str = "") -> None:
 def begin() -> None:
     """Say that this process has begun. Only the processes that train do; a launcher has no rank."""
     if "RANK" in os.environ:
-        tell(INIT)
+        report(INIT)
 
 
 def install() -> None:
-    """Let every `Trainer` of this process, and of those forked from it, tell its phases."""
+    """Let every `Trainer` of this process, and of those forked from it, report its phases."""
     from cornstarch.config.run_folder import RunFolder
     from cornstarch.trainer import trainer
     from cornstarch.trainer.checkpointer import Checkpointer
 
     kind = trainer.Trainer
     trainer.find_checkpoint = _around(LOAD, trainer.find_checkpoint)  # type: ignore[assignment]
-    Checkpointer.restore = _around(LOAD, Checkpointer.restore, _tell_resumed)  # type: ignore[method-assign]
+    Checkpointer.restore = _around(LOAD, Checkpointer.restore, _report_resumed)  # type: ignore[method-assign]
     Checkpointer.save = _around(SAVE, Checkpointer.save)  # type: ignore[method-assign]
-    kind.step = _around(STEP, _tell_samples(kind.step), lambda result: tell(STEP, result.step, "="))  # type: ignore[method-assign]
+    kind.step = _around(STEP, _report_samples(kind.step), lambda result: report(STEP, result.step, "="))  # type: ignore[method-assign]
     kind.evaluate = _around(EVALUATION, kind.evaluate)  # type: ignore[method-assign]
     trainer.finish_run = _around(END, trainer.finish_run)
     RunFolder.claim = _watch_claim(RunFolder.claim)  # type: ignore[assignment,method-assign]
@@ -59,52 +59,52 @@ def install() -> None:
 def _around(phase: str, function: Callable[..., Any], then: Callable[[Any], None] | None = None) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        tell(phase)
+        report(phase)
         result = function(*arguments, **options)
         if then is not None:
             then(result)
-        tell(phase, mark="-")
+        report(phase, mark="-")
         return result
 
     return call
 
 
-def _tell_samples(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell which samples of which epoch a step has trained on."""
+def _report_samples(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Report which samples of which epoch a step has trained on."""
 
     @functools.wraps(step)
     def call(trainer: Any, batch: Any) -> Any:
         result = step(trainer, batch)
         if SAMPLES in os.environ.get(ONLY, ""):
             names = [name for one in batch.microbatches for name in one.sample_ids]
-            tell(SAMPLES, result.step, text=json.dumps([batch.epoch, trainer.replica.index, names]))
+            report(SAMPLES, result.step, text=json.dumps([batch.epoch, trainer.replica.index, names]))
         return result
 
     return call
 
 
-def _tell_resumed(position: Any) -> None:
-    tell(RESUMED, position.step)
+def _report_resumed(position: Any) -> None:
+    report(RESUMED, position.step)
 
 
 def _watch_claim(claim: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def call(folder: Any) -> Iterator[None]:
         with claim(folder):
-            told = os.environ.get(FOLDER)
-            if told and "RANK" in os.environ:
-                for pid in _find_other_writers(Path(told)):
-                    tell(DOUBLE, pid)
-                tell(CLAIMED)
+            reports = os.environ.get(FOLDER)
+            if reports and "RANK" in os.environ:
+                for pid in _find_other_writers(Path(reports)):
+                    report(DOUBLE, pid)
+                report(CLAIMED)
             yield
 
     return call
 
 
-def _find_other_writers(told: Path) -> list[int]:
+def _find_other_writers(reports: Path) -> list[int]:
     """Return the processes that have claimed the folder before and still have a file open."""
     found = []
-    for file in told.iterdir():
+    for file in reports.iterdir():
         if file.name != str(os.getpid()) and f" {CLAIMED} + " in file.read_text():
             try:
                 if os.listdir(f"/proc/{file.name}/fd"):  # a process that is being killed closes its files first
@@ -115,7 +115,7 @@ def _find_other_writers(told: Path) -> list[int]:
 
 
 def main() -> None:
-    """Be `python -m MODULE ARGUMENTS` with phases that are told, or the plain interpreter for anything else."""
+    """Be `python -m MODULE ARGUMENTS` that reports its phases, or the plain interpreter for anything else."""
     arguments = sys.argv[1:]
     what = arguments[1:] if arguments[:1] == ["-u"] else arguments
     if what[:1] != ["-m"]:
