@@ -321,6 +321,15 @@ class RankCost:
         return float(self.forward.sum()), float(self.inputs.sum()), float(self.weights.sum())
 
     @cached_property
+    def slowest(self) -> float:
+        """The seconds of the slowest layer."""
+        return float(self.total.max())
+
+    @cached_property
+    def all_kept(self) -> float:
+        return float(self.kept.sum())
+
+    @cached_property
     def cut(self) -> Callable[[int, int, float], tuple[int, ...]]:
         """`best_parts` of these layers, by stages, virtual stages and time before; cached."""
         return lru_cache(maxsize=None)(partial(best_parts, self.total))
