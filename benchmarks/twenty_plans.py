@@ -1,7 +1,6 @@
 """Plan twenty runs, and predict the published recipe nearest to each on the same cluster with the same rules.
 
-Everything here is predicted, nothing is measured. Models whose experts the planner cannot place are left out until it
-can (`ModuleCost.ep_sizes`).
+Everything here is predicted, nothing is measured.
 
     python benchmarks/twenty_plans.py                     # prints a line for each
     python benchmarks/twenty_plans.py --only 405B         # cases whose names contain a text
@@ -11,7 +10,6 @@ can (`ModuleCost.ep_sizes`).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from twenty_cases import CASES, LANGUAGE, OUTLOOK, Case
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Cluster
-from cornstarch.plan.cost import ModuleCost
 from cornstarch.plan.predict import Prediction
 from cornstarch.planner.search_run import cost_of, plan_run, predict_own_plan
 from cornstarch.report.number_format import format_count, format_step_time
@@ -167,12 +164,9 @@ def build_page(outcomes: list[Outcome], left: list[Case]) -> str:
         "",
         OUTLOOK.strip(),
     ]
-    reasons = {
-        "experts are not in the search": [case.name for case in left if case.is_mixture],
-        "the search took more than a CPU-minute (`--slow` runs it)": [case.name for case in left if case.is_slow],
-    }
-    for reason, names in reasons.items():
-        lines += ["", f"Left out, because {reason}: {', '.join(names)}."] if names else []
+    if left:
+        names = ", ".join(case.name for case in left)
+        lines += ["", f"Left out, because the search took more than a CPU-minute (`--slow` runs it): {names}."]
     return "\n".join(lines) + "\n"
 
 
@@ -182,9 +176,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a Markdown file")
     parser.add_argument("--slow", action="store_true", help="also cases whose search takes minutes")
     given = parser.parse_args()
-    has_experts = "ep_sizes" in {one.name for one in dataclasses.fields(ModuleCost)}
     cases = [case for case in CASES if given.only in case.name]
-    left = [case for case in cases if (case.is_mixture and not has_experts) or (case.is_slow and not given.slow)]
+    left = [case for case in cases if case.is_slow and not given.slow]
     outcomes = []
     for case in cases:
         if case not in left:

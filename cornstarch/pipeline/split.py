@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.twin import add_noise, build_twin_config, shorten_items
+from cornstarch.models.twin import add_noise, build_twin_config, copy_module, shorten_items
 from cornstarch.pipeline.example_inputs import guess_inputs
 from cornstarch.pipeline.message import flatten_payload, unflatten_payload
 from cornstarch.pipeline.model_analysis import ModelAnalysis, count_parameters, find_wrapped_model, trace_dataflow
@@ -185,7 +185,7 @@ def _analyze(inner: nn.Module, make_inputs: MakeInputs | None) -> ModelAnalysis:
     modules = dict(inner.named_modules())
 
     def trace(twin: nn.Module) -> tuple[dict[str, Any], ModelAnalysis]:
-        traced = copy.deepcopy(twin)
+        traced = copy_module(twin)
         batch = _get_batch(traced, make_inputs)
         found = trace_dataflow(traced, lambda: traced(**batch))
         for name in (*found.layers, *found.side_modules):  # they must be those of the model
@@ -253,7 +253,7 @@ def _align_widths(config: PreTrainedConfig, twin: PreTrainedConfig) -> PreTraine
 
 
 def _copy_as_twin(inner: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(inner)
+    twin = copy_module(inner)
     if any(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers())):
         twin = twin.to_empty(device="cpu")
         for tensor in (*twin.parameters(), *twin.buffers()):
@@ -306,7 +306,7 @@ def check_embedding_stage(inner: nn.Module) -> None:
         try:
             _use_first_twin(
                 inner,
-                lambda twin: (_get_batch(copy.deepcopy(twin), None), analyze_model(twin)),
+                lambda twin: (_get_batch(copy_module(twin), None), analyze_model(twin)),
                 lambda twin, found: verify_split(twin, *found, [0, 0, *found[1].boundaries[:1]]),
             )
         except UnsupportedModelError as found:
@@ -326,9 +326,9 @@ def verify_split(
         starts = [places[index * (len(places) - 1) // max(1, count - 1)] for index in range(count)]
     if len(starts) < 2:
         return
-    expected = run_whole(copy.deepcopy(model), inputs)
+    expected = run_whole(copy_module(model), inputs)
     try:
-        stages = [build_stage(copy.deepcopy(model), analysis, starts, stage) for stage in range(len(starts))]
+        stages = [build_stage(copy_module(model), analysis, starts, stage) for stage in range(len(starts))]
         found = run_staged(stages, inputs)
     except Exception as error:
         raise UnsupportedModelError(f"a stage of a small copy fails: {type(error).__name__}: {error}") from error

@@ -118,7 +118,7 @@ class Bounds:
                 tp, cp, _ = sizes.sizes[number]
                 parameters, _, optimizer = self.states[number]  # gradients may come when activations have gone
                 states += (parameters + optimizer) / (tp * sizes.dp * cp)
-                kept += float(self._find_rank_cost(sizes, number, samples, checkpointing[number], way).kept.sum())
+                kept += self._find_rank_cost(sizes, number, samples, checkpointing[number], way).all_kept
             shares = sum(1 / min(many, depth) for depth in range(1, stages + 1)) if is_plain else stages
             if max(kept / shares, (kept + states) / stages) > usable:
                 return False
@@ -148,7 +148,7 @@ class Bounds:
         bound = 0.0
         for group in sizes.groups:
             stages = sizes.sizes[group[-1]][2]
-            slowest_layer = max(float(found[number].total.max()) for number in group)
+            slowest_layer = max(found[number].slowest for number in group)
             bound = max(bound, many * max(sum(totals[number] for number in group) / stages, slowest_layer))
         if not is_plain:
             return bound

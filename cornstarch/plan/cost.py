@@ -74,6 +74,10 @@ class LayerCost:
     """Keys and values, which cp circulates."""
     tp_cuts: TensorSplit = "always"
     """Whether tp shards the layer; `vocabulary`: only with `tp_vocabulary`."""
+    whole_parameters: int = 0
+    """Of the parameters, those that every rank of tp has: norms, routers."""
+    table_parameters: int = 0
+    """Of the parameters, those of embeddings and head, which tp shards only with `tp_vocabulary`."""
     whole_bytes: int = 0
     """Activations that tp does not shard without `tp_sequence`."""
     working_bytes: int = 0
@@ -93,6 +97,8 @@ class LayerCost:
                 raise ConfigError(f"Layer {self.name}: {name} = {value}; expected at least 0.")
         if max(self.activation_bytes_recomputed, self.whole_bytes) > self.activation_bytes:
             raise ConfigError(f"Layer {self.name}: its parts of the activations are larger than activation_bytes.")
+        if self.whole_parameters + self.table_parameters > self.parameters:
+            raise ConfigError(f"Layer {self.name}: tp leaves more parameters whole than it has.")
 
     @property
     def num_trainable(self) -> int:
@@ -239,6 +245,9 @@ def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | Non
     # Whole items cannot be divided: the rank with the most of them counts.
     tokens = ceil(layer.items * samples / cp) / layer.items if layer.items and cp > 1 else samples / cp
     whole = layer.activation_bytes if not is_sharded else 0 if sharding.sequence else layer.whole_bytes
+    alike = layer.whole_parameters + (0 if sharding.vocabulary else layer.table_parameters)
+    parameters = alike - (alike - layer.parameters) // over
+    itemsize = layer.parameter_bytes / layer.parameters if layer.parameters else 0.0
 
     def scale_time(name: str, seconds: float) -> float:
         # All experts are read, however few tokens there are.
@@ -255,8 +264,10 @@ def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | Non
         input_gradient=scale_time("input_gradient", layer.input_gradient),
         weight_gradient=scale_time("weight_gradient", layer.weight_gradient),
         again=None if layer.again is None else scale_time("forward", layer.again),
-        parameters=-(-layer.parameters // over),
-        parameter_bytes=-(-layer.parameter_bytes // over),
+        parameters=parameters,
+        parameter_bytes=ceil(itemsize * parameters),
+        whole_parameters=0,
+        table_parameters=0,
         trained_parameters=None if layer.trained_parameters is None else -(-layer.trained_parameters // over),
         activation_bytes=scale_activations(layer.activation_bytes),
         activation_bytes_recomputed=scale_activations(layer.activation_bytes_recomputed),
@@ -308,6 +319,15 @@ class RankCost:
     def sums(self) -> tuple[float, float, float]:
         """Forward, gradients of inputs and gradients of weights, of all layers."""
         return float(self.forward.sum()), float(self.inputs.sum()), float(self.weights.sum())
+
+    @cached_property
+    def slowest(self) -> float:
+        """The seconds of the slowest layer."""
+        return float(self.total.max())
+
+    @cached_property
+    def all_kept(self) -> float:
+        return float(self.kept.sum())
 
     @cached_property
     def cut(self) -> Callable[[int, int, float], tuple[int, ...]]:

@@ -198,7 +198,7 @@ def build_cost(
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
         if name not in sizes:
             sizes[name] = find_module_sizes(part, is_language_model, microbatch.tokens)
-        build = partial(_build_layers, segments, items=items, dtype=dtype)
+        build = partial(_build_layers, segments, items=items, dtype=dtype, sizes=sizes[name])
         modules.append(sizes[name].build_cost(name, build(costs)))
         if cost_model.eager is not None:
             plain = [[cost_model.eager(one) for one in segment.calls] for segment in segments]
@@ -234,15 +234,16 @@ def _list_parts(model: nn.Module, microbatch: MicrobatchShape) -> Iterator[tuple
 
 
 def _build_layers(
-    segments: Sequence[ModelSegment], costs: Sequence[Sequence[CallCost]], items: int, dtype: torch.dtype
-) -> tuple[LayerCost, ...]:
+    segments: Sequence[ModelSegment], costs: Sequence[Sequence[CallCost]], items: int, dtype: torch.dtype,
+    sizes: ModuleSizes,
+) -> tuple[LayerCost, ...]:  # fmt: skip
     seen: set[int] = set()
     pairs = zip(segments, costs, strict=True)
-    return tuple(_build_layer(segment, own, seen, items, dtype) for segment, own in pairs)
+    return tuple(_build_layer(segment, own, seen, items, dtype, sizes) for segment, own in pairs)
 
 
 def _build_layer(
-    segment: ModelSegment, costs: Sequence[CallCost], seen: set[int], items: int, dtype: torch.dtype
+    segment: ModelSegment, costs: Sequence[CallCost], seen: set[int], items: int, dtype: torch.dtype, sizes: ModuleSizes
 ) -> LayerCost:
     """Return the cost of a segment; shared parameters count for the first segment that has them."""
     cost = sum(costs, CallCost())
@@ -272,6 +273,7 @@ def _build_layer(
         sum_bytes=products if 0 < products < cost.output else None,
         kv_bytes=cost.keys,
         tp_cuts="always" if layers else "vocabulary" if any(one.is_head for one in segment.calls) else "never",
+        **sizes.count_whole(own),
         whole_bytes=min(2 * inputs, cost.kept),
         working_bytes=cost.working,
         again=sum(one.forward for _, one in layers),

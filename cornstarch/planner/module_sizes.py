@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.batch import check_tokens
 from cornstarch.parallel.expert import check_expert_plan, find_experts
-from cornstarch.parallel.tensor.regions import TensorPlan, plan_regions
+from cornstarch.parallel.tensor.regions import TensorPlan, get_linear, plan_regions
 from cornstarch.parallel.tensor.shard_layers import check_tensor_plan
 from cornstarch.plan.cost import LayerCost, ModuleCost
 
@@ -33,6 +34,16 @@ class ModuleSizes:
     ep: tuple[int, ...]
     sequence: bool
     vocabulary: bool
+    cut: frozenset[int] | None = None
+    """The parameters that tp cuts, by id. None: unknown, and tp is 1."""
+    tables: frozenset[int] = frozenset()
+    """Those that it cuts with `tp_vocabulary`: of the embeddings and the head."""
+
+    def count_whole(self, parameters: Iterable[nn.Parameter]) -> dict[str, int]:
+        """Return how many numbers of these parameters every rank of tp has: always, or without `tp_vocabulary`."""
+        left = [] if self.cut is None else [one for one in parameters if id(one) not in self.cut]
+        tables = sum(one.numel() for one in left if id(one) in self.tables and self.vocabulary)
+        return {"whole_parameters": sum(one.numel() for one in left) - tables, "table_parameters": tables}
 
     def build_cost(self, name: str, layers: Sequence[LayerCost]) -> ModuleCost:
         if not self.vocabulary:  # every rank of tp computes the whole head
@@ -59,7 +70,24 @@ def find_module_sizes(part: nn.Module, is_language_model: bool, tokens: int) -> 
     # Encoders keep their activations whole: it is for language models that sharding them is tested.
     sequence = not isinstance(part, ModalEncoderModule) and _can_shard(part, max(tp), found, sequence=True)
     vocabulary = _can_shard(part, max(tp), found, vocabulary=True)
-    return ModuleSizes(tp, cp, _list_expert_sizes(part), sequence, vocabulary)
+    inner = unwrap(part)
+    cut = None if found is None else frozenset(_list_cut(inner, found))
+    tables: frozenset[int] = frozenset()
+    if vocabulary and isinstance(inner, PreTrainedModel):
+        both = (inner.get_input_embeddings(), inner.get_output_embeddings())
+        tables = frozenset(id(p) for table in both if table is not None for p in table.parameters())
+    return ModuleSizes(tp, cp, _list_expert_sizes(part), sequence, vocabulary, cut, tables)
+
+
+def _list_cut(inner: nn.Module, found: TensorPlan) -> Iterator[int]:
+    """Yield the ids of the parameters of which each rank of tp gets a shard."""
+    for name, style in found.styles.items():
+        if style.kind in ("column", "row") and (layer := get_linear(inner, name)) is not None:
+            yield id(layer.weight)
+            if style.kind == "column" and layer.bias is not None:  # a row's ranks each add a part of its bias
+                yield id(layer.bias)
+        elif style.kind in ("heads", "expert"):
+            yield id(inner.get_parameter(name))
 
 
 def _list_expert_sizes(part: nn.Module) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from cornstarch.models.twin import build_twin_config
+from cornstarch.models.twin import build_twin_config, copy_module
 from tests.models.mixtures import MIXTURES, mixture_config
 
 LARGE: list[tuple[PreTrainedConfig, Any]] = [
@@ -103,6 +103,20 @@ def test_options_and_data_stay() -> None:
     assert twin.tie_word_embeddings and twin.attention_bias and twin.vocab_size == 777
     assert twin.attention_dropout == 0.0
     assert config.attention_dropout == 0.3 and config.num_hidden_layers == 32  # the original is as it was
+
+
+def test_a_copy_of_a_module_shares_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))
+    model[1].register_parameter("weight", torch.nn.Parameter(torch.ones(3, 3)))
+    called = []
+    model[0].register_forward_hook(lambda *_: called.append("hook"))
+    copied = copy_module(model)
+    copied[1].register_forward_hook(lambda *_: called.append("of the copy"))
+    copied[0].weight.data.zero_()
+    model(torch.ones(1, 2))
+    assert called == ["hook"] and bool(model[0].weight.any())  # hooks that are there are copied
+    copied(torch.ones(1, 2))
+    assert called == ["hook", "hook", "of the copy"]
 
 
 def test_configs_inside_configs() -> None:

@@ -39,6 +39,9 @@ class KeepDoubles(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
+            if func is torch.Tensor.backward:  # functions of Python in the graph ask for float32, too
+                with KeepDoubles():
+                    return torch.autograd.backward(args[0], kwargs.pop("gradient"), **kwargs)
             if func in _DOWNCASTS:
                 args = tuple(torch.float64 if one is torch.float32 else one for one in args)
                 kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
@@ -54,6 +57,9 @@ _DOWNCASTS = {
     torch.softmax,
     torch.nn.functional.softmax,
     torch.Tensor.softmax,
+    torch.Tensor.new_zeros,
+    torch.Tensor.sum,
+    torch.zeros_like,
     torch.linalg.vector_norm,
 }
 

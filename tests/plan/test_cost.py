@@ -59,6 +59,16 @@ def test_embeddings_are_sharded_only_with_tp_vocabulary() -> None:
     assert scale(table, tp=4, vocabulary=True).parameters == 25
 
 
+def test_every_rank_of_tp_has_norms_and_without_tp_vocabulary_the_embeddings() -> None:
+    own = layer(parameters=1000, parameter_bytes=4000, whole_parameters=100, table_parameters=200)
+    cut = scale(own, tp=4)
+    assert (cut.parameters, cut.parameter_bytes, cut.num_trainable) == (300 + 700 // 4, 4 * 475, 475)
+    cut = scale(own, tp=4, vocabulary=True)
+    assert (cut.parameters, cut.parameter_bytes) == (100 + 900 // 4, 4 * 325)
+    with pytest.raises(ConfigError, match="leaves more parameters whole"):
+        replace(own, whole_parameters=801)
+
+
 def test_no_pass_is_faster_than_reading_its_weights() -> None:
     slow = replace(DEVICE, bandwidth=100.0)  # 200 bytes take 2 s
     assert scale(layer(), device=slow).forward == 2.0

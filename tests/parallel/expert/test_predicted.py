@@ -23,6 +23,8 @@ LLM = "language_model"
         ("deepseek_v3", 4, "zero3", {"ep": 4}),  # its first layer has no experts
         ("mixtral", 4, "zero1", {"ep": 2}),
         ("qwen2_moe", 4, "ddp", {"ep": 2, "stages": 2}),
+        ("mixtral", 4, "ddp", {"ep": 2, "tp": 2}),  # norms, routers and the table of embeddings stay whole
+        ("qwen3_moe", 2, "ddp", {"tp": 2, "tp_vocabulary": True}),
     ],
 )
 def test_ranks_hold_what_is_predicted(
