@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cornstarch.attention import backends
 from cornstarch.attention.mask import CausalMask, MaskSpec, find_starts, list_pieces, round_up
-from cornstarch.compat.compiler import has_triton
+from cornstarch.compat.compiler import has_triton, mark_any_size
 
 _PLAN_CACHE_SIZE = 256  # some kilobytes each
 _KEY_TENSORS = (1, 2, 7, 8)  # of: query, key, value, output, logsumexp, gradient, and the gradients of the first three
@@ -64,6 +64,9 @@ def build_piece_mask(spec: MaskSpec) -> PieceMask:
         in_span = torch.zeros_like(inside)
         in_span[:-1] = inside[:-1] & inside[1:] & ~new_span[1:]
     longest = tokens if counts.whole_rows else min(round_up(counts.longest), tokens)
+    for pieces in (documents, spans):
+        if pieces is not None:
+            mark_any_size(pieces, 1)  # compiled layers are not compiled again for another number of pieces
     sizes = torch.tensor([rows, longest, min(round_up(counts.longest_span), tokens)])
     return PieceMask(spec, sizes, documents, spans, in_span)
 
