@@ -47,8 +47,6 @@ def main() -> None:
     thread.join()
     if threading.active_count() > 1 or _has_children():
         return  # a fork would lack the threads, and have the children of another process
-    gc.collect()
-    gc.freeze()  # or collecting would touch, and so copy, what all workers share
     connection.sendall(READY)
     while True:
         content, files = _receive(connection)
@@ -80,6 +78,8 @@ def _import_all(names: list[str]) -> None:
         if name.partition(".")[0] in _PACKAGES and not name.startswith(_LEFT_OUT):
             with suppress(Exception):  # whoever needs it says what is wrong with it
                 import_module(name)
+    gc.collect()
+    gc.freeze()  # or collecting would touch, and so copy, what all workers share
 
 
 def _has_children() -> bool:

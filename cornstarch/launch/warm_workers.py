@@ -18,6 +18,7 @@ from cornstarch.launch.fork_server import READY, SIZE_BYTES
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _PATIENCE = 10.0  # seconds for the server to fork; then processes are started instead
+_ALMOST = 2.0  # seconds that it is worth to wait for the last imports
 _OWN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a server does not have: they are those of one worker."""
 _THREADS = "OMP_NUM_THREADS"  # read once, by the libraries that are imported
@@ -108,7 +109,7 @@ class WarmWorkers:
         begin, order = os.pipe()
         try:
             if not self._is_ready:
-                if not select.select([self._connection], [], [], 0)[0] or self._connection.recv(1) != READY:
+                if not select.select([self._connection], [], [], _ALMOST)[0] or self._connection.recv(1) != READY:
                     return None
                 self._is_ready = True
             self._send(json.dumps(request).encode(), [begin, *files])
