@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 
 import torch.distributed as dist
@@ -120,7 +120,11 @@ class HealthWatch:
     # ------------------------------------------------------------------ this rank
 
     def _run_pulse(self, native: int) -> None:
-        pulse, due = Pulse(self._activity, self._rank, native), 0.0
+        with closing(Pulse(self._activity, self._rank, native)) as pulse:
+            self._beat_until_stopped(pulse)
+
+    def _beat_until_stopped(self, pulse: Pulse) -> None:
+        due = 0.0
         self._due.set()
         while not self._stopped.wait(TICK):
             self._answered += pulse.tick()  # while it was stopped itself, nobody could answer
