@@ -21,7 +21,7 @@ from cornstarch.parallel.activity import Activity
 
 State = Literal["moves", "waits", "data", "compiles", "saves", "computes", "stands"]
 TICK = 0.2
-"""Seconds between looks at this process; each wakes it. A longer gap, without CPU time, is one in which it was stopped."""
+"""Seconds between looks at this process. A longer gap, without CPU time, is one in which it was stopped."""
 _COMPUTING = 0.1  # of the time that the thread ran, or was ready to
 _RUNNING = 0.04  # of the time that a neighbour ran: its heartbeat alone takes less
 _FRAMES = 4  # of the stack in a message
