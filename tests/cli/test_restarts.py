@@ -77,7 +77,8 @@ def test_further_attempts_are_forked_and_bit_equal(tmp_path: Path, whole: dict[s
     """With the interpreter that a user has: ranks import torch once, and then are forked from one that has done so."""
     write_dying_run(tmp_path, "die_when_ready")
     options = ("--nproc", "2", "--restarts", "1", "launch.hang_timeout=60")
-    code, said = start(*TRAIN, *options, folder=tmp_path, environment={"PYTHONPATH": str(ROOT)}).ended()
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # by its one thread a server shows that it is ready
+    code, said = start(*TRAIN, *options, folder=tmp_path, environment=variables).ended()
     assert code == 0, said
     assert losses(tmp_path / "run") == whole["2"]
     commands = {path.name: path.read_text() for path in tmp_path.glob("command_*")}

@@ -145,6 +145,34 @@ def test_without_the_server_workers_import_by_themselves(tmp_path: Path, harm: s
     assert imports(tmp_path, 1) == [True, True]
 
 
+def test_after_a_library_has_touched_cuda_an_interpreter_is_started(tmp_path: Path) -> None:
+    package = _PACKAGE + textwrap.dedent("""
+        import sys, types
+
+        if "RANK" not in os.environ:
+            sys.modules["torch"] = types.ModuleType("torch")
+            sys.modules["cornstarch.compat"] = compat = types.ModuleType("cornstarch.compat")
+            compat.is_forked_after_cuda = lambda: True
+    """)
+    script = """
+        if attempt == 0:
+            if rank == 1:
+                await_server()
+                sys.exit(3)
+            signal.pause()
+        publish(f"facts_{rank}", str([os.getppid(), sys.argv[1:], "torch" in sys.modules]))
+        assert rank or os.fstat(int(os.environ["CORNSTARCH_STORE_SOCKET"]))
+        print("output of", rank)
+    """
+    run = start(tmp_path, script, 1, package)
+    code, said, error = run.wait()
+    assert code == 0, error
+    assert imports(tmp_path, 1) == [True, True]
+    for rank in (0, 1):
+        assert eval((tmp_path / f"facts_{rank}").read_text()) == [run.process.pid, ["--one", "two words"], False]
+    assert said == "output of 0\n" and "output of 1\n" in (run.logs / "rank_1.log").read_text()
+
+
 def test_what_starts_a_thread_when_it_is_imported_is_not_forked(tmp_path: Path) -> None:
     package = _PACKAGE + "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     script = """
