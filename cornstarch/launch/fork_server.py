@@ -27,7 +27,7 @@ from cornstarch.launch.local_launcher import STORE_SOCKET
 READY = b"+"
 SIZE_BYTES = 8
 _MOST_FILES = 8
-_LEAST_PRIORITY = 19
+_NICENESS = 10  # a busy machine must not starve it for minutes
 # Modules of these packages are imported ahead: not the code of a user, which may do anything when it is imported.
 _PACKAGES = (
     "cornstarch", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "PIL", "peft",
@@ -69,9 +69,9 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _import_all(names: list[str]) -> None:
-    """Import modules in a thread whose priority is the lowest: a process could not raise its own again."""
+    """Import modules in a thread of low priority: a process could not raise its own again."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     # CUDA is not asked whether there are GPUs: a process that has asked cannot be forked.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", TORCH_WARM_POOL="0")
     for name in names:

@@ -66,7 +66,7 @@ class WarmWorkers:
         """
         if self.is_running:
             return True
-        if sys.platform != "linux" or command[1:2] != ["-m"]:
+        if sys.platform != "linux" or list(command[1:2]) != ["-m"]:
             return False
         try:
             names = modules.read_bytes()
@@ -100,7 +100,7 @@ class WarmWorkers:
             stderr: That of its errors.
             store: The socket that it inherits, if it is rank 0.
         """
-        if not self.is_running or environment.get(_THREADS) != self._threads or command[1:2] != ["-m"]:
+        if not self.is_running or environment.get(_THREADS) != self._threads or list(command[1:2]) != ["-m"]:
             return None
         assert self._connection is not None
         request = {"command": list(command), "environment": dict(environment), "supervisor": os.getpid()}
