@@ -94,7 +94,7 @@ class HealthWatch:
         self._due.set()
         for thread in self._threads:
             thread.join(0.0 if self._has_lost_store else _LEAVE_SECONDS)
-        if self._rank == 0 and self._hanging:
+        if self._rank == 0 and self._hanging and 0 not in self._hanging:
             self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
@@ -154,7 +154,8 @@ class HealthWatch:
         said = f"{happened} {silence:.0f} s ago" if happened else f"has not answered for {silence:.0f} s"
         self._conclude(
             f"{where} {said}, and the other ranks wait for it.\n  Find out who stops or ends processes there, or "
-            "whether its machine or the network to it is down. launch.hang_timeout sets how long the others wait.",
+            "whether its machine, the network to it or that of this machine is down. launch.hang_timeout sets how long "
+            "the others wait.",
             has_store=False,
         )
 
@@ -217,7 +218,7 @@ class HealthWatch:
                 return
             found = store.multi_get([f"process/{rank}" for rank in ranks])
             self._processes = {rank: RankProcess(**json.loads(one)) for rank, one in zip(ranks, found, strict=True)}
-            self._detector = HangDetector(self._processes, self._limit)
+            self._detector = HangDetector(self._processes, self._limit, self._rank)
         beats = [Heartbeat.from_json(one) for one in store.multi_get([f"beat/{rank}" for rank in ranks])]
         now = time.monotonic()
         hang: Hang | None = self._detector.find_hang(beats, now, self.interval)
