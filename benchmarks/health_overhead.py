@@ -9,6 +9,7 @@ than what is measured. The results are fractions of a step of 10 ms and of 100 m
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def main() -> None:
         "# What the health checks cost",
         "",
         f"`python benchmarks/health_overhead.py`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
-        "2 processes on one machine, one thread each.",
+        f"2 processes on one machine of {os.cpu_count()} cores, one thread each; load {os.getloadavg()[0]:.1f}.",
         "",
         "| part | measured | of a step of 10 ms | of 100 ms |",
         "|---|---|---|---|",

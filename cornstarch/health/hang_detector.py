@@ -23,6 +23,7 @@ _LONG_PATIENCE = 3600.0  # for what has no usual time: set-up, data, compilation
 _PATIENCE_FACTOR = 20.0
 _ALIVE_FACTOR = 10.0  # for a rank without a heartbeat whose process runs
 _SILENT_FACTOR = 4.0  # while a rank is set up: imports hold the interpreter for seconds
+_SURELY = 0.75  # of the time after which one rank is silent: others are, too
 _SHOWN = 4  # ranks in a message
 
 _STATES = {
@@ -153,7 +154,8 @@ class HangDetector:
 
     def _is_cut_off(self, watched: Mapping[int, Heartbeat], now: float) -> bool:
         """Return whether it is rather the machine of this rank that cannot be reached: nobody elsewhere answers."""
-        silent = {rank for rank in watched if now - self._heard[rank] >= EARLY * self.limit}
+        enough = _SURELY * EARLY * self.limit  # the last heartbeats of others came a little later
+        silent = {rank for rank in watched if now - self._heard[rank] >= enough}
         answering = watched.keys() - silent
         if self._own not in answering or len(silent) < 2:
             return False
