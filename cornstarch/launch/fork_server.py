@@ -71,7 +71,8 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 def _import_all(names: list[str]) -> None:
     """Import modules in a thread of low priority: a process could not raise its own again."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     # CUDA is not asked whether there are GPUs: a process that has asked cannot be forked.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", TORCH_WARM_POOL="0")
     for name in names:
