@@ -198,7 +198,8 @@ def endure(run: LongRun, seconds: float, every: float | None, kinds: Sequence[st
         time.sleep(0.05)
     run.outcome.seconds = round(time.monotonic() - began, 1)
     run.outcome.steps = run.step() - first
-    run.outcome.lost = [one.lost_seconds or 0.0 for one in read_restarts(run.folder / "run")[known:] if one.kind == "restart"]
+    lines = read_restarts(run.folder / "run")[known:]
+    run.outcome.lost = [one.lost_seconds or 0.0 for one in lines if one.kind == "restart"]
     return run.outcome
 
 
