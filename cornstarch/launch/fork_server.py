@@ -19,7 +19,7 @@ import time
 import warnings
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 from cornstarch.launch.exec_worker import die_with_parent
 from cornstarch.launch.local_launcher import STORE_SOCKET
@@ -75,11 +75,13 @@ def _import_all(names: list[str]) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     # CUDA is not asked whether there are GPUs: a process that has asked cannot be forked.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", TORCH_WARM_POOL="0")
+    gc.disable()  # what is imported stays
     for name in names:
         if name.partition(".")[0] in _PACKAGES and not name.startswith(_LEFT_OUT):
             with suppress(Exception):  # whoever needs it says what is wrong with it
                 import_module(name)
     gc.collect()
+    gc.enable()
     gc.freeze()  # or collecting would touch, and so copy, what all workers share
 
 
@@ -140,8 +142,8 @@ def _be_worker(request: dict[str, Any], files: list[int]) -> None:
     if _has_met_cuda():
         os.execvpe(command[0], command, variables)
     is_unbuffered = bool(variables.get("PYTHONUNBUFFERED"))
-    sys.stdout = _open_output(1, is_unbuffered)
-    sys.stderr = _open_output(2, is_unbuffered)
+    sys.stdout = _open_output(1, sys.stdout, is_unbuffered)
+    sys.stderr = _open_output(2, sys.stderr, is_unbuffered)
     if variables.get("PYTHONFAULTHANDLER"):
         faulthandler.enable(2)
     if "numpy" in sys.modules:  # what draws without a seed draws other numbers in every process
@@ -151,11 +153,12 @@ def _be_worker(request: dict[str, Any], files: list[int]) -> None:
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
 
-def _open_output(number: int, is_unbuffered: bool) -> io.TextIOWrapper:
+def _open_output(number: int, usual: TextIO, is_unbuffered: bool) -> io.TextIOWrapper:
+    """Return a stream of a file descriptor as the interpreter makes it when it starts; `usual` has its encoding."""
     is_by_line = number == 2 or is_unbuffered or os.isatty(number)
-    errors = "backslashreplace" if number == 2 else "strict"
     file = open(number, "wb", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
-    return io.TextIOWrapper(file, None, errors, line_buffering=is_by_line, write_through=is_unbuffered)
+    encoding, errors = usual.encoding, usual.errors
+    return io.TextIOWrapper(file, encoding, errors, line_buffering=is_by_line, write_through=is_unbuffered)
 
 
 def _has_met_cuda() -> bool:
