@@ -20,7 +20,7 @@ from cornstarch.health.machine import ThreadClock, ThreadTimes, identify_process
 from cornstarch.parallel.activity import Activity
 
 State = Literal["moves", "waits", "data", "compiles", "saves", "computes", "stands"]
-TICK = 0.2
+TICK = 0.25
 """Seconds between looks at this process. A longer gap, without CPU time, is one in which it was stopped."""
 _COMPUTING = 0.1  # of the time that the thread ran, or was ready to
 _RUNNING = 0.04  # of the time that a neighbour ran: its heartbeat alone takes less
