@@ -9,6 +9,7 @@ than what is measured. The results are fractions of a step of 10 ms and of 100 m
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -55,6 +56,13 @@ def measure_marks() -> float:
     return time_calls(mark, 10_000)
 
 
+def measure_cpu() -> float:
+    """Return the CPU time of this process, of all its threads, as a fraction of the time."""
+    before, began = time.process_time(), time.monotonic()
+    time.sleep(SECONDS)
+    return (time.process_time() - before) / (time.monotonic() - began)
+
+
 def measure_ranks(rank: int, port: int, results: mp.SimpleQueue) -> None:
     """Measure heartbeats and comparisons in one of two processes."""
     torch.set_num_threads(1)
@@ -62,10 +70,9 @@ def measure_ranks(rank: int, port: int, results: mp.SimpleQueue) -> None:
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=2)
     here.enter("step")
     watch = HealthWatch(here, None, lambda text, has_store: None)
-    before, began = time.process_time(), time.monotonic()
+    idle = measure_cpu()  # threads of gloo and of the store
     watch.start()
-    time.sleep(SECONDS)
-    heartbeats = (time.process_time() - before) / (time.monotonic() - began)
+    heartbeats = measure_cpu() - idle
     watch.stop()
     assert dist.group.WORLD is not None
     group = ComparisonGroup()
@@ -101,7 +108,7 @@ def main() -> None:
         "# What the health checks cost",
         "",
         f"`python benchmarks/health_overhead.py`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
-        "2 processes on one machine, one thread each.",
+        f"2 processes on one machine of {os.cpu_count()} cores, one thread each; load {os.getloadavg()[0]:.1f}.",
         "",
         "| part | measured | of a step of 10 ms | of 100 ms |",
         "|---|---|---|---|",

@@ -425,3 +425,8 @@ def describe_collective(entry: Mapping[str, Any]) -> str:
     """Return an entry of the Flight Recorder in words."""
     name = str(entry.get("profiling_name", "")).rpartition(":")[2]
     return " ".join([name, *(str(list(size)) for size in entry.get("input_sizes") or ())])
+
+
+def is_forked_after_cuda() -> bool:
+    """Return whether this process was forked from one that had used CUDA, which then cannot be used here."""
+    return bool(torch.cuda._is_in_bad_fork())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from cornstarch.plan.validation import COMMAND_LINE, Mistake, Where, as_data, jo
 
 if TYPE_CHECKING:
     from cornstarch.plan.predict import Prediction
+
+_BEGINNING = re.compile(r"`([\w.]+)`")
 
 PLAN_SECTIONS = ("parallel", "loop")
 """The sections of a plan file, which `cornstarch plan` writes."""
@@ -119,12 +122,18 @@ def _validate(values: Node) -> tuple[RunConfig | None, list[Mistake]]:
     for one in mistakes:
         found = unknown[one.path] or tree.descend(values, one.path)
         around = [tree.descend(values, one.path[:length]) for length in range(len(one.path))]
-        nearest_node = next(node for node in (found, *reversed(around)) if node is not None)
+        nearest_node = next(node for node in (_find_named(one, values), found, *reversed(around)) if node is not None)
         if found is None or not found.broken:  # else already reported
             placed.append(
                 Mistake(one.path, found.format_value() if found is not None else None, one.text, nearest_node.where)
             )
     return config, placed
+
+
+def _find_named(mistake: Mistake, values: Node) -> Node | None:
+    """Return what is given for the key that a conflict between several keys begins with."""
+    named = None if mistake.path else _BEGINNING.match(mistake.text)
+    return None if named is None else tree.descend(values, tuple(named[1].split(".")))
 
 
 def _advise(path: tree.Path) -> str | None:

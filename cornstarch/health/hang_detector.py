@@ -23,6 +23,7 @@ _LONG_PATIENCE = 3600.0  # for what has no usual time: set-up, data, compilation
 _PATIENCE_FACTOR = 20.0
 _ALIVE_FACTOR = 10.0  # for a rank without a heartbeat whose process runs
 _SILENT_FACTOR = 4.0  # while a rank is set up: imports hold the interpreter for seconds
+_SURELY = 0.75  # of the time after which one rank is silent: others are, too
 _SHOWN = 4  # ranks in a message
 
 _STATES = {
@@ -61,10 +62,11 @@ class HangDetector:
     Args:
         processes: Where the ranks run.
         limit: Seconds in which a rank must move; None: 5 median steps, at least 5 s.
+        own: The rank that looks.
     """
 
-    def __init__(self, processes: Mapping[int, RankProcess], limit: float | None) -> None:
-        self._processes, self._limit = dict(processes), limit
+    def __init__(self, processes: Mapping[int, RankProcess], limit: float | None, own: int = 0) -> None:
+        self._processes, self._limit, self._own = dict(processes), limit, own
         self._beats: dict[int, Heartbeat] = {}
         self._heard: dict[int, float] = {}
         self._last = 0.0
@@ -128,6 +130,8 @@ class HangDetector:
             return None
         rank = min(found)
         silence, state = found[rank]
+        if state not in ("T", "ended") and self._is_cut_off(watched, now):
+            return self._end_cut_off(watched[self._own], silence)
         who, where = self._name(rank), _describe_last(watched[rank], watched, found)
         more = [one for one in sorted(found) if one != rank]
         others = f" Neither do {_list_ranks(more)}." if more else ""
@@ -147,6 +151,26 @@ class HangDetector:
                 "long the others wait."
             )
         return Hang(tuple(sorted(found)), text)
+
+    def _is_cut_off(self, watched: Mapping[int, Heartbeat], now: float) -> bool:
+        """Return whether it is rather the machine of this rank that cannot be reached: nobody elsewhere answers."""
+        enough = _SURELY * EARLY * self.limit  # the last heartbeats of others came a little later
+        silent = {rank for rank in watched if now - self._heard[rank] >= enough}
+        answering = watched.keys() - silent
+        if self._own not in answering or len(silent) < 2:
+            return False
+        home = self._processes[self._own].host
+        elsewhere = {self._processes[rank].host for rank in silent} - {home}
+        is_local = all(self._processes[rank].host == home for rank in answering)
+        return answering == {self._own} or (is_local and len(elsewhere) > 1)
+
+    def _end_cut_off(self, beat: Heartbeat, silence: float) -> Hang:
+        text = (
+            f"{self._name(beat.rank)} has not heard from any other machine for {silence:.0f} s, {find_place(beat)}: it "
+            "is cut off from the network, or all of the others are.\n  Look at the network of this machine first. "
+            "launch.hang_timeout sets how long ranks wait."
+        )
+        return Hang((beat.rank,), text)
 
     def _ask_neighbours(self, rank: int, watched: Mapping[int, Heartbeat], now: float) -> str:
         """Return the state of a rank's process as another rank of its machine sees it; "" if none does."""

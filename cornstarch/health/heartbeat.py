@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from cornstarch.compat import list_groups, pending_collectives, sequence_numbers
-from cornstarch.health.machine import ThreadTimes, identify_processes, read_process, read_thread
+from cornstarch.health.machine import ThreadClock, ThreadTimes, identify_processes, read_process
 from cornstarch.parallel.activity import Activity
 
 State = Literal["moves", "waits", "data", "compiles", "saves", "computes", "stands"]
-TICK = 0.1
+TICK = 0.25
 """Seconds between looks at this process. A longer gap, without CPU time, is one in which it was stopped."""
 _COMPUTING = 0.1  # of the time that the thread ran, or was ready to
 _RUNNING = 0.04  # of the time that a neighbour ran: its heartbeat alone takes less
@@ -89,7 +89,7 @@ class RankProcess:
 
 
 class Pulse:
-    """Looks at this process ten times a second and makes its heartbeats. Belongs to the heartbeat thread.
+    """Looks at this process several times a second and makes its heartbeats. Belongs to the heartbeat thread.
 
     Args:
         activity: What the training thread says.
@@ -98,13 +98,14 @@ class Pulse:
     """
 
     def __init__(self, activity: Activity, rank: int, native: int) -> None:
-        self._activity, self._rank, self._native = activity, rank, native
+        self._activity, self._rank = activity, rank
+        self._training, self._own = ThreadClock(native), ThreadClock(threading.get_native_id())
         self._number = 0
         self._last_progress: tuple[int, int] = (-1, 0)
         now = time.monotonic()
         self._moved, self._tick = now, now
-        self._moved_times = self._times = read_thread(native)
-        self._own_times = read_thread(threading.get_native_id())
+        self._moved_times = self._times = self._training.read()
+        self._own_times = self._own.read()
         self._cpu = time.process_time()
         self._data = activity.data_seconds
         self._busy = 0.0
@@ -116,10 +117,14 @@ class Pulse:
         """From now on, say in every heartbeat how the process of another rank of this machine is."""
         self._neighbour = rank, pid
 
+    def close(self) -> None:
+        self._training.close()
+        self._own.close()
+
     def tick(self) -> float:
         """Look at this process; return how many seconds it was stopped since the last look."""
         now, cpu = time.monotonic(), time.process_time()
-        own, times = read_thread(threading.get_native_id()), read_thread(self._native)
+        own, times = self._own.read(), self._training.read()
         gap = now - self._tick - TICK
         stopped = gap - (cpu - self._cpu) - (own.delayed - self._own_times.delayed)
         stopped = stopped if stopped > TICK / 2 else 0.0
@@ -149,7 +154,7 @@ class Pulse:
         if idle > stale:
             files, found.stack = read_stack(activity.thread)
             found.sequences, found.pending = self.count_collectives(), pending_collectives()
-            ran = (_add(read_thread(self._native)) - _add(self._moved_times)) / idle
+            ran = (_add(self._training.read()) - _add(self._moved_times)) / idle
             found.state = find_state(activity, files, ran, bool(found.pending))
         return found
 

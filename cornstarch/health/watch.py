@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 
 import torch.distributed as dist
@@ -32,6 +33,7 @@ _POSTS_PER_SECOND = 8000  # of all ranks together
 _ABSENT_FACTOR = 4.0  # of the limit, until a rank must have posted for the first time
 _WINDOW_FACTOR = 4.0  # of the limit: how long ranks are compared for stragglers
 _LEAVE_SECONDS = 5.0  # in which the store should take a rank's last word
+_READ_SECONDS = 1.0  # in which others should have read which rank does not go on; the store ends with rank 0
 
 
 class HealthWatch:
@@ -59,7 +61,8 @@ class HealthWatch:
         self._host: RankProcess | None = None  # of the store
         self._neighbour: tuple[int, int] | None = None
         self._processes: dict[int, RankProcess] = {}
-        self._has_ended = False
+        self._has_ended = self._has_lost_store = False
+        self._hanging: tuple[int, ...] = ()
         self._threads: list[threading.Thread] = []
         self.log: Callable[[str], None] | None = None
         """Prints what rank 0 notes, from a thread."""
@@ -86,11 +89,23 @@ class HealthWatch:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """Tell the others that this rank needs no watching any more."""
+        """Tell the others that this rank needs no watching any more, if the store still answers."""
         self._stopped.set()
         self._due.set()
         for thread in self._threads:
-            thread.join(_LEAVE_SECONDS)
+            thread.join(0.0 if self._has_lost_store else _LEAVE_SECONDS)
+        if self._rank == 0 and self._hanging and 0 not in self._hanging:
+            self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Wait until the ranks that go on have left: they would take rank 0, which is gone, for the cause."""
+        store, end = clone_store(self._store), time.monotonic() + _READ_SECONDS
+        others = [f"beat/{rank}" for rank in range(1, self._world) if rank not in self._hanging]
+        with suppress(RuntimeError):
+            while others and time.monotonic() < end:
+                if all(Heartbeat.from_json(one).has_left for one in store.multi_get(others)):
+                    return
+                time.sleep(TICK / 5)
 
     def read_notes(self) -> list[Note]:
         """Return what was noted since the last call; on rank 0."""
@@ -105,7 +120,11 @@ class HealthWatch:
     # ------------------------------------------------------------------ this rank
 
     def _run_pulse(self, native: int) -> None:
-        pulse, due = Pulse(self._activity, self._rank, native), 0.0
+        with closing(Pulse(self._activity, self._rank, native)) as pulse:
+            self._beat_until_stopped(pulse)
+
+    def _beat_until_stopped(self, pulse: Pulse) -> None:
+        due = 0.0
         self._due.set()
         while not self._stopped.wait(TICK):
             self._answered += pulse.tick()  # while it was stopped itself, nobody could answer
@@ -135,13 +154,14 @@ class HealthWatch:
         said = f"{happened} {silence:.0f} s ago" if happened else f"has not answered for {silence:.0f} s"
         self._conclude(
             f"{where} {said}, and the other ranks wait for it.\n  Find out who stops or ends processes there, or "
-            "whether its machine or the network to it is down. launch.hang_timeout sets how long the others wait.",
+            "whether its machine, the network to it or that of this machine is down. launch.hang_timeout sets how long "
+            "the others wait.",
             has_store=False,
         )
 
     def _conclude(self, text: str, has_store: bool = True) -> None:
         if not self._has_ended and not self._stopped.is_set():
-            self._has_ended = True
+            self._has_ended, self._has_lost_store = True, not has_store
             self._end(text, has_store)
 
     # ------------------------------------------------------------------ the store
@@ -198,7 +218,7 @@ class HealthWatch:
                 return
             found = store.multi_get([f"process/{rank}" for rank in ranks])
             self._processes = {rank: RankProcess(**json.loads(one)) for rank, one in zip(ranks, found, strict=True)}
-            self._detector = HangDetector(self._processes, self._limit)
+            self._detector = HangDetector(self._processes, self._limit, self._rank)
         beats = [Heartbeat.from_json(one) for one in store.multi_get([f"beat/{rank}" for rank in ranks])]
         now = time.monotonic()
         hang: Hang | None = self._detector.find_hang(beats, now, self.interval)
@@ -206,6 +226,7 @@ class HealthWatch:
             self._keep_notes(beats, now)
         self._detector.notes.clear()
         if hang is not None:
+            self._hanging = hang.ranks
             self._conclude(hang.text)
 
     def _find_absent(self, store: dist.Store) -> None:

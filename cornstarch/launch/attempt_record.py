@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +24,9 @@ ATTEMPT = "CORNSTARCH_ATTEMPT"
 """A variable of workers that a supervisor has started: the number of the attempt, from 0."""
 STEP_FILE = "CORNSTARCH_STEP_FILE"
 """A variable of workers: the file in which a rank keeps the number of the step it is in."""
+MODULES_FILE = "CORNSTARCH_MODULES_FILE"
+"""A variable of one worker: the file in which it lists the modules it has imported, for workers after it."""
+_FIRST_STEPS = 3  # after which everything that a step needs has been imported
 
 
 class StepFile:
@@ -30,9 +34,14 @@ class StepFile:
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._until_listed = _FIRST_STEPS
 
     def write(self, step: int) -> None:
         os.pwrite(self._file, b"%20d\n" % step, 0)  # one write of one length: a reader never finds half of one
+        if self._until_listed:
+            self._until_listed -= 1
+            if not self._until_listed:
+                list_modules()
 
 
 def open_step_file() -> StepFile | None:
@@ -44,6 +53,15 @@ def open_step_file() -> StepFile | None:
         return StepFile(path)
     except OSError:  # the folder of a launcher that is no longer there; a run does not depend on it
         return None
+
+
+def list_modules() -> None:
+    """Write the names of the modules of this process, in the order in which they were imported, if it is asked to."""
+    if path := os.environ.get(MODULES_FILE):
+        whole = Path(f"{path}.part")
+        with suppress(OSError):  # a launcher that is gone; a run does not depend on it
+            whole.write_text(json.dumps(list(sys.modules)), encoding="utf-8")
+            whole.replace(path)
 
 
 def read_step(path: Path) -> int | None:

@@ -12,8 +12,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -31,7 +32,8 @@ from cornstarch.launch.local_launcher import (
     report_end,
 )
 from cornstarch.launch.run_director import Fault, Finish, Outcome, RunDirector, Size, SizeRange
-from cornstarch.launch.worker_group import REFUSED, StopRequests, WorkerGroup
+from cornstarch.launch.warm_workers import WarmWorkers
+from cornstarch.launch.worker_group import MODULES, REFUSED, StopRequests, WorkerGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +117,7 @@ class LocalLink:
                 workers.save_and_end()
 
         if self._job.range.is_elastic:
-            workers.on_poll = poll
+            workers.polls.append(poll)
 
     def close(self) -> None:
         if self.store_socket is not None:
@@ -137,7 +139,8 @@ def supervise(job: Job, link: SupervisorLink | None = None, console: Console | N
     logs = job.folder / "logs"
     make_logs(logs, job.range.local[1], console)
     outcome, ending = None, None
-    with closing(StopRequests()) as stops, closing(link), stops.collect():
+    warm = WarmWorkers() if job.restarts else None
+    with closing(StopRequests()) as stops, closing(link), closing(warm) if warm else nullcontext(), stops.collect():
         while True:
             order = link.advance(outcome, ending, stops)
             if isinstance(order, Finish):
@@ -151,11 +154,17 @@ def supervise(job: Job, link: SupervisorLink | None = None, console: Console | N
                 return 128 + number
             if order.restart:
                 print_line(console, order.restart)
-            outcome, ending = _run_attempt(job, order, link, logs, stops, console)
+            outcome, ending = _run_attempt(job, order, link, logs, stops, warm, console)
 
 
 def _run_attempt(
-    job: Job, start: Start, link: SupervisorLink, logs: Path, stops: StopRequests, console: Console
+    job: Job,
+    start: Start,
+    link: SupervisorLink,
+    logs: Path,
+    stops: StopRequests,
+    warm: WarmWorkers | None,
+    console: Console,
 ) -> tuple[Outcome, float | None]:
     """Run this machine's workers of one attempt; return how it ended, and how long ending took after a failure."""
     variables = {
@@ -170,10 +179,13 @@ def _run_attempt(
     node = (start.node, start.size.nodes)
     environments = build_node_environments(variables, range(first, first + start.size.local), world, node, fd)
     with open_records() as records:
-        workers = WorkerGroup(logs, records, stops)
+        workers = WorkerGroup(logs, records, stops, warm=warm)
+        command = [*job.command, *start.arguments]
         with closing(workers):
             link.attach(workers)
-            workers.start([*job.command, *start.arguments], environments, fd)
+            if warm is not None:
+                _prepare_restart(workers, warm, partial(warm.prepare, records / MODULES, command, environments[0]))
+            workers.start(command, environments, fd)
             workers.wait()
             ending = None if workers.failed_at is None else time.time() - workers.failed_at
             unkillable = workers.find_unkillable()
@@ -183,6 +195,17 @@ def _run_attempt(
     is_stopped = bool(stops.received)
     is_resized = workers.is_resizing and fault is None
     return Outcome(code, fault, is_stopped, unkillable, step, is_resized), ending
+
+
+def _prepare_restart(workers: WorkerGroup, warm: WarmWorkers, prepare: Callable[[], bool]) -> None:
+    """Have the workers of the next attempt made ready as soon as these have done their first steps."""
+
+    def poll() -> None:
+        if prepare():
+            workers.polls.remove(poll)
+
+    warm.reap_strangers()
+    workers.polls.append(poll)
 
 
 def _describe_fault(workers: WorkerGroup, world: int) -> Fault | None:

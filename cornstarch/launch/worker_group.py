@@ -17,20 +17,25 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import open_regular
-from cornstarch.launch.attempt_record import STEP_FILE, read_step
+from cornstarch.launch.attempt_record import MODULES_FILE, STEP_FILE, read_step
+from cornstarch.launch.exec_worker import EXEC_WORKER
 from cornstarch.launch.failure_report import ERROR_FILE, DelayedStderr, LoggedError, find_error, read_logged_error
+
+if TYPE_CHECKING:
+    from cornstarch.launch.warm_workers import ForkedProcess, WarmWorkers
 
 GRACE_SECONDS = 0.75  # how long the other workers have to end by themselves after one has failed
 REFUSAL_SECONDS = 5.0  # the same after a user's mistake, which every worker finds and rank 0 prints
+MODULES = "modules.json"
+"""The file among the records in which the first worker lists its modules."""
 REFUSED = 2  # the exit code of a command that refuses what a user wants
+_STDOUT = 1
 _KILL_SECONDS = 10.0  # a killed process that takes longer hangs in the kernel, and is given up
-_POLL_SECONDS = 0.5  # how often `WorkerGroup.on_poll` is called
-
-_EXEC_WORKER = Path(__file__).with_name("exec_worker.py")
+_POLL_SECONDS = 0.5  # how often `WorkerGroup.polls` are called
 
 
 class StopRequests:
@@ -118,7 +123,7 @@ class WorkerExit:
 @dataclass
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log: Path
     log_start: int
     error_file: Path
@@ -137,8 +142,10 @@ class WorkerGroup:
     exits: dict[int, WorkerExit] = field(default_factory=dict)
     on_failure: Callable[[], None] | None = None
     """Called once, when the first worker has failed."""
-    on_poll: Callable[[], None] | None = None
+    polls: list[Callable[[], None]] = field(default_factory=list)
     """Called twice a second while workers run."""
+    warm: WarmWorkers | None = None
+    """What forks workers whose imports are done; None: each imports everything itself."""
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _watched: dict[int, Callable[[], None]] = field(default_factory=dict)
     _epoll: select.epoll = field(default_factory=select.epoll)
@@ -165,7 +172,7 @@ class WorkerGroup:
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]], store_socket: int | None
     ) -> None:
         """Start one worker per environment; rank 0 inherits `store_socket`."""
-        for environment in environments:
+        for local_rank, environment in enumerate(environments):
             rank = int(environment["RANK"])
             log, error_file = self.logs / f"rank_{rank}.log", self.records / f"rank_{rank}.json"
             step_file = self.records / f"rank_{rank}.step"
@@ -176,18 +183,11 @@ class WorkerGroup:
                     file.write(title.encode())
                     file.flush()
                     start = file.tell()
-                    process = subprocess.Popen(
-                        [sys.executable, "-I", "-S", str(_EXEC_WORKER), str(os.getpid()), *command],
-                        env={**environment, ERROR_FILE: str(error_file), STEP_FILE: str(step_file)},
-                        # A process in a background group would be stopped by SIGTTIN when it reads from the terminal.
-                        stdin=subprocess.DEVNULL,
-                        stdout=file if stderr is None else None,
-                        stderr=file if stderr is None else stderr.write_end,
-                        pass_fds=[store_socket] if rank == 0 and store_socket is not None else [],
-                        # A group of its own: Ctrl-C reaches each process once, through us, and its children can be
-                        # killed too.
-                        process_group=0,
-                    )
+                    variables = {**environment, ERROR_FILE: str(error_file), STEP_FILE: str(step_file)}
+                    if local_rank == 0 and self.warm is not None:
+                        variables[MODULES_FILE] = str(self.records / MODULES)
+                    outputs = (file.fileno(), file.fileno()) if stderr is None else (_STDOUT, stderr.write_end)
+                    process = self._start_process(command, variables, *outputs, store_socket if rank == 0 else None)
                 exit_fd = _open_exit_fd(process.pid)
             except OSError as error:
                 size = environment["WORLD_SIZE"]
@@ -198,12 +198,32 @@ class WorkerGroup:
             self._workers[rank] = _Worker(rank, process, log, start, error_file, step_file, exit_fd)
             self._epoll.register(exit_fd, select.EPOLLIN)
 
+    def _start_process(
+        self, command: Sequence[str], variables: Mapping[str, str], stdout: int, stderr: int, store: int | None
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        if self.warm is not None:
+            forked = self.warm.fork(command, variables, stdout, stderr, store)
+            if forked is not None:
+                return forked
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", EXEC_WORKER, str(os.getpid()), *command],
+            env=variables,
+            # A process in a background group would be stopped by SIGTTIN when it reads from the terminal.
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=[] if store is None else [store],
+            # A group of its own: Ctrl-C reaches each process once, through us, and its children can be killed too.
+            process_group=0,
+        )
+
     def wait(self) -> None:
         """Wait for all workers. After a failure, or the third signal to us, those that still run are killed."""
         while len(self.exits) < len(self._workers):
             remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            if self.on_poll is not None:
-                self.on_poll()
+            for poll in [*self.polls]:
+                poll()
+            if self.polls:
                 remaining = _POLL_SECONDS if remaining is None else min(remaining, _POLL_SECONDS)
             events = self._epoll.poll(remaining)  # in the order in which they happened
             for fd, _ in events:
@@ -315,7 +335,8 @@ class WorkerGroup:
             self._stderr.flush()
 
     def close(self) -> None:
-        self.on_poll = self.on_failure = None
+        self.on_failure = None
+        self.polls.clear()
         if self._list_running():
             self.kill()
             self.wait()

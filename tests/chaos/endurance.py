@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cornstarch.report.restarts import read_restarts
 from tests.chaos import phases
 from tests.chaos.kills import LAUNCHER, PATIENCE, FoundError
 from tests.chaos.layouts import LAYOUTS, Layout, write_run
@@ -53,6 +54,8 @@ class Outcome:
     commands: int = 1
     backs: list[float] = field(default_factory=list)
     """Seconds from each fault until training went on."""
+    lost: list[float] = field(default_factory=list)
+    """Seconds that each restart has cost, as the run itself records them: from its checkpoint until it goes on."""
     usage: list[Usage] = field(default_factory=list)
 
 
@@ -181,6 +184,7 @@ def endure(run: LongRun, seconds: float, every: float | None, kinds: Sequence[st
         seed: Of what is drawn.
     """
     chance, began, first = random.Random(seed), time.monotonic(), run.step()
+    known = len(read_restarts(run.folder / "run"))
     due = began + (every * chance.uniform(0.3, 1.0) if every else float("inf"))
     faults, look = 0, began
     while (now := time.monotonic()) < began + seconds:
@@ -194,6 +198,8 @@ def endure(run: LongRun, seconds: float, every: float | None, kinds: Sequence[st
         time.sleep(0.05)
     run.outcome.seconds = round(time.monotonic() - began, 1)
     run.outcome.steps = run.step() - first
+    lines = read_restarts(run.folder / "run")[known:]
+    run.outcome.lost = [one.lost_seconds or 0.0 for one in lines if one.kind == "restart"]
     return run.outcome
 
 
@@ -254,13 +260,14 @@ def describe_goodput(parts: Sequence[Outcome]) -> dict[str, Any]:
     """Return the figures, from the parts before, with and after the faults."""
     before, disturbed, after = (part.steps / part.seconds for part in parts)
     free, faults, backs = (before + after) / 2, parts[1].faults, sorted(parts[1].backs)
-    goodput = disturbed / free
+    goodput, not_lost = disturbed / free, 1 - sum(parts[1].lost) / parts[1].seconds
     line = (
         f"goodput {goodput:.1%}: {disturbed:.1f} steps/s with {faults} faults in {parts[1].seconds:.0f} s, {free:.1f} "
         f"without ({before:.1f} before, {after:.1f} after); training again after {statistics.median(backs or [0]):.1f} "
-        f"s (at most {max(backs, default=0):.1f})"
+        f"s (at most {max(backs, default=0):.1f}); {not_lost:.1%} of the time was not lost to restarts"
     )
-    return {"goodput": round(goodput, 4), "disturbed": round(disturbed, 2), "free": round(free, 2), "line": line}
+    figures = {"goodput": goodput, "not_lost": not_lost, "disturbed": disturbed, "free": free}
+    return {**{name: round(value, 4) for name, value in figures.items()}, "line": line}
 
 
 # ------------------------------------------------------------------------------------------------ soak

@@ -259,7 +259,10 @@ def cut_link(ready: Network, folder: Path, name: str) -> Found:
         if not wait_until(lambda: all(one.exitcode is not None for one in processes), PATIENCE):
             problem = f"ranks stay: {[one.exitcode for one in processes]}"
         back = round(time.monotonic() - began, 2)
-        return Found(name, "ddp", rank, find_named(map(_read_whole, others)), seconds, back, problem)
+        found = Found(name, "ddp", rank, find_named(map(_read_whole, others)), seconds, back, problem)
+        if not found.is_right:
+            print("\n".join(f"--- {output.name}\n{_read_whole(output)[-1500:]}" for output in outputs))
+        return found
     finally:
         ready.set_link(rank, "up")
         for one in processes:

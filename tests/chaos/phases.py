@@ -121,10 +121,16 @@ def main() -> None:
     if what[:1] != ["-m"]:
         os.execv(sys.executable, [sys.executable, *arguments])
     sys.executable = os.environ.get("CHAOS_PYTHON", sys.executable)
-    begin()
-    if "RANK" in os.environ:
-        install()
     sys.argv = what[1:]
+    run = runpy.run_module
+
+    def run_and_tell(*arguments: Any, **options: Any) -> Any:
+        begin()
+        if "RANK" in os.environ:
+            install()
+        return run(*arguments, **options)
+
+    runpy.run_module = run_and_tell  # type: ignore[assignment]  # forked workers of a fork server call it, too
     runpy.run_module(what[1], run_name="__main__", alter_sys=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,33 @@ def rows(path: str, folder: str, pause: float = 0.0) -> PlainRows:
         step, size = scale.read_text().split()
         _do_in_step(int(step), lambda: (Path(folder) / "run/scale").write_text(size))
     return PlainRows(path, pause)
+
+
+def die_when_ready(path: str, folder: str) -> PlainRows:
+    """Return the rows; rank 1 dies in step 4 of the first attempt, when the next one can be forked.
+
+    Each rank writes the command that it was started with, by attempt.
+    """
+    me = f"{os.environ['RANK']}_{os.environ['CORNSTARCH_ATTEMPT']}"
+    Path(folder, f"command_{me}").write_text(" ".join(sys.orig_argv))
+    if me == "1_0":
+        signal.signal(signal.SIGUSR1, lambda *_: _die_when_ready())  # it stops the training thread
+        _do_in_step(4, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
+    return PlainRows(path)
+
+
+def _die_when_ready() -> None:
+    children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    while not any(map(_is_ready_server, children.read_text().split())):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_ready_server(pid: str) -> bool:
+    """Return whether a process forks workers and is waiting to do so: it imports in a thread."""
+    is_server = b"cornstarch.launch.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    imported = Path(f"/proc/{pid}/maps").read_text().count("libtorch_python")
+    return is_server and imported > 0 and len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
 def _do_in_step(step: int, do: Callable[[], object]) -> None:

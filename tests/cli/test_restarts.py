@@ -11,6 +11,7 @@ import pytest
 
 from cornstarch.launch.stop_guard import IN_SETUP, WITHOUT_SAVING
 from tests import warm
+from tests.chaos.processes import ROOT, find_processes
 from tests.cli.small_runs import record, summary, write_config
 from tests.cli.started import Started, free_port, start, together
 from tests.cli.test_train import send
@@ -20,11 +21,11 @@ TRAIN = ("train", "run.yaml")
 OPTIONS = ("checkpoint.every=2", "data.workers=0", "logging.progress=lines")
 
 
-def write_dying_run(folder: Path) -> None:
+def write_dying_run(folder: Path, rows: str = "rows") -> None:
     """Write a run of 9 steps whose ranks die where there is a file that says so."""
     tiny_config(folder)
     arguments = {"path": str(folder / "train.json"), "folder": str(folder)}
-    source = {"path": "tests.cli.dying_rows:rows", "arguments": arguments, "media": str(folder)}
+    source = {"path": f"tests.cli.dying_rows:{rows}", "arguments": arguments, "media": str(folder)}
     write_config(folder, *OPTIONS, "loop.steps=9", data={"train": [source]})
 
 
@@ -70,6 +71,20 @@ def test_a_run_whose_ranks_are_killed_ends_bit_equal(tmp_path: Path, whole: dict
     page = (tmp_path / "run/report.html").read_text()
     assert 'id="restarts"' in page and "2 failures, 2 restarts" in page
     assert summary(tmp_path / "run")["status"] == "finished"
+
+
+def test_further_attempts_are_forked_and_bit_equal(tmp_path: Path, whole: dict[str, dict[int, float]]) -> None:
+    """With the interpreter that a user has: ranks import torch once, and then are forked from one that has done so."""
+    write_dying_run(tmp_path, "die_when_ready")
+    options = ("--nproc", "2", "--restarts", "1", "launch.hang_timeout=60")
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # by its one thread a server shows that it is ready
+    code, said = start(*TRAIN, *options, folder=tmp_path, environment=variables).ended()
+    assert code == 0, said
+    assert losses(tmp_path / "run") == whole["2"]
+    commands = {path.name: path.read_text() for path in tmp_path.glob("command_*")}
+    is_forked = {name: "cornstarch.launch.fork_server" in command for name, command in commands.items()}
+    assert is_forked == {"command_0_0": False, "command_1_0": False, "command_0_1": True, "command_1_1": True}
+    assert find_processes(tmp_path) == []
 
 
 def test_a_single_process_is_restarted(tmp_path: Path, whole: dict[str, dict[int, float]]) -> None:

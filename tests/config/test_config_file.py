@@ -179,6 +179,13 @@ def test_mistakes_in_overrides(tmp_path: Path, override: str, expected: str) -> 
     assert expected in said
 
 
+def test_a_conflict_of_options_is_placed_where_the_first_was_given(tmp_path: Path) -> None:
+    assert complaint(tmp_path, SMALL, "loop.on_bad_loss=rewind").startswith("command line\n  `loop.on_bad_loss` = rew")
+    lines = SMALL.count("\n")
+    said = complaint(tmp_path, SMALL + "loop:\n  steps: 9\n  on_bad_loss: rewind\n")
+    assert said.startswith(f"run.yaml:{lines + 3}\n  `loop.on_bad_loss` = rewind")
+
+
 # ------------------------------------------------------------------------------------------------ mistakes
 
 PLACED = [

@@ -58,6 +58,30 @@ def test_a_rank_without_heartbeats_is_named_and_not_the_one_that_waits_for_it() 
     assert "rank 0 waits for it in step 7" in hang.text and run.now <= 7.0
 
 
+def test_a_rank_that_hears_from_nobody_is_cut_off_itself() -> None:
+    run = Run(3)
+    assert run.beat(2.0) is None
+    hang = run.beat(5.0, silent=(1, 2), rank_0={**WAITS, "neighbour": (1, "R")})
+    assert hang is not None and hang.ranks == (0,) and run.now <= 7.0
+    assert hang.text.startswith("Rank 0 (node, process 100) has not heard from any other machine for 4 s, in step 7")
+    run = Run(3)  # a process of this machine that was stopped is seen
+    run.beat(2.0)
+    hang = run.beat(5.0, silent=(1, 2), rank_0={**WAITS, "neighbour": (1, "T")})
+    assert hang is not None and hang.ranks[0] == 1
+
+
+@pytest.mark.parametrize(("hosts", "named"), [("aabbcc", 1), ("aabbbb", 2)])
+def test_with_two_machines_nobody_knows_which_one_is_cut_off(hosts: str, named: int) -> None:
+    detector = HangDetector({rank: RankProcess(host, rank, host) for rank, host in enumerate(hosts)}, None, own=1)
+    beats = [Heartbeat(rank, 1, phase="step", step=7, steps=7) for rank in range(6)]
+    assert detector.find_hang(beats, 1.0, INTERVAL) is None
+    for number in range(2, 20):
+        posts = [Heartbeat(rank, number, phase="step", step=7, steps=7) for rank in (0, 1)]
+        if (hang := detector.find_hang(posts, number * INTERVAL, INTERVAL)) is not None:
+            break
+    assert hang is not None and hang.ranks[0] == named
+
+
 def test_the_limit_follows_the_steps() -> None:
     run = Run()
     run.beat(2.0, rank_0={"seconds": 4.0}, rank_1={"seconds": 4.0})
