@@ -64,15 +64,12 @@ def build_piece_mask(spec: MaskSpec) -> PieceMask:
         in_span = torch.zeros_like(inside)
         in_span[:-1] = inside[:-1] & inside[1:] & ~new_span[1:]
     longest = tokens if counts.whole_rows else min(round_up(counts.longest), tokens)
-    for pieces in (documents, spans):
-        if pieces is not None:
-            mark_any_size(pieces, 1)  # compiled layers are not compiled again for another number of pieces
     sizes = torch.tensor([rows, longest, min(round_up(counts.longest_span), tokens)])
     return PieceMask(spec, sizes, documents, spans, in_span)
 
 
 def sort_by_length(pieces: Tensor) -> Tensor:
-    return pieces[:, pieces[1].argsort(descending=True, stable=True)]
+    return mark_any_size(pieces[:, pieces[1].argsort(descending=True, stable=True)], 1)
 
 
 # ------------------------------------------------------------------------------------------------ kernels

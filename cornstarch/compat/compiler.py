@@ -50,11 +50,12 @@ def is_recompile_limit(error: BaseException) -> bool:
     return isinstance(error, FailOnRecompileLimitHit)
 
 
-def mark_any_size(tensor: Tensor, dim: int) -> None:
-    """Let what is compiled for a tensor take any size of a dim from two on, unless the code needs this one."""
+def mark_any_size(tensor: Tensor, dim: int) -> Tensor:
+    """Let what is compiled for a tensor take any size of a dim from two on, unless the code needs one; return it."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, dim)
+    return tensor
 
 
 def copy_view(tensor: Tensor) -> Tensor:

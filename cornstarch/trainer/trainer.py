@@ -27,7 +27,7 @@ from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.bad_steps import BadStepGuard
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
-from cornstarch.engine.microbatches import choose_microbatches
+from cornstarch.engine.fit_memory import choose_microbatches
 from cornstarch.engine.plan_requirements import check_optimizer
 from cornstarch.engine.run_model import RunModel, build_train_state
 from cornstarch.engine.sharded_loading import ShardedLoading

@@ -115,8 +115,23 @@ def test_model_that_ignores_masks_is_refused_and_unchanged(name: str, dtype: tor
 def test_model_that_respects_masks_is_switched(name: str, dtype: torch.dtype) -> None:
     model = zoo.LANGUAGE_MODELS[name].build().to(dtype)
     attend_through_masks(model)
-    expected = IMPLEMENTATION if model._supports_flex_attn else DENSE_IMPLEMENTATION
-    assert model.config._attn_implementation == expected
+    hands_on = model._supports_flex_attn or model._supports_attention_backend
+    assert model.config._attn_implementation == (IMPLEMENTATION if hands_on else DENSE_IMPLEMENTATION)
+
+
+def test_model_that_reads_its_masks_gets_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = zoo.LANGUAGE_MODELS["gpt2"].build()  # FlexAttention is not said to support it
+    kind = type(model.transformer.h[0].attn)
+    plain = kind.forward
+
+    def read(self: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, :, :]
+        return plain(self, *args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", read)
+    attend_through_masks(model)
+    assert model.config._attn_implementation == DENSE_IMPLEMENTATION
 
 
 def llama(**options: Any) -> transformers.PreTrainedModel:

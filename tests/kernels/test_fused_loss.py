@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from cornstarch.kernels.fused_loss import FusedCausalLMLoss, LazyLogits, fuse_head_with_loss, limit_trained_rows
+from cornstarch.models.multimodal_language_model.import_hf.parts import build_causal_language_model
 from tests import zoo
 
 
@@ -73,3 +76,21 @@ def test_loss_is_divided_by_num_items_in_batch() -> None:
 
 def test_model_without_a_head_is_explained() -> None:
     assert "has no head" in (fuse_head_with_loss(nn.Linear(2, 2)) or "")
+
+
+def test_a_whole_model_that_was_taken_apart_is_fused() -> None:
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": zoo.VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    whole: Any = zoo.build(transformers.Qwen2_5_VLForConditionalGeneration, config)
+    model = build_causal_language_model(whole, whole.model.language_model)
+    expected, right = compute_gradients(model)
+    assert fuse_head_with_loss(model) is None
+    assert isinstance(model(**build_batch()).logits, LazyLogits)
+    loss, found = compute_gradients(model)
+    torch.testing.assert_close(loss, expected)
+    assert right.keys() == found.keys()
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
