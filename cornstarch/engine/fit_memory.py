@@ -19,6 +19,7 @@ from cornstarch.data.loader import RunData
 from cornstarch.engine.context import DistributedContext
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from cornstarch.report.number_format import format_bytes
 from cornstarch.tasks.task import Task
@@ -28,7 +29,7 @@ _KEPT = 1.7  # bytes per number that passes a linear layer: layers that read the
 _MOST_EMPTY = 1.25  # rows that are computed, over those that have tokens
 _RECOMPUTED = 0.15  # of activations stay where layers recompute them
 _STATES = 16  # bytes per trained weight: the weight, its master, its gradient and two moments
-_SAMPLES = 16  # inspected for the number and the size of their items
+_SAMPLES = 8  # inspected for the number and the size of their items
 _UNEVEN = 1.3  # a step's items over the mean
 _SPLIT_STATES = {"zero1": 0.6, "ddp": 0.0}  # of the states, what is sharded over ranks; all in other kinds
 
@@ -54,6 +55,8 @@ def choose_microbatches(
         task.model, config, memory, -(-rows // replicas), loop.batch_size / replicas, batch.inputs,
         len(batch.sample_ids), context.world_size, is_packed=data.packed is not None,
     )  # fmt: skip
+    if context.world_size > 1:  # their GPUs may differ
+        count = max(distributed.all_gather_json(count))
     loop.set_chosen_microbatches(count)
     if count > 1:
         log(
