@@ -33,6 +33,7 @@ _POSTS_PER_SECOND = 8000  # of all ranks together
 _ABSENT_FACTOR = 4.0  # of the limit, until a rank must have posted for the first time
 _WINDOW_FACTOR = 4.0  # of the limit: how long ranks are compared for stragglers
 _LEAVE_SECONDS = 5.0  # in which the store should take a rank's last word
+_FIND_SECONDS = 0.05  # until it is asked again where the host of the store runs: it may be stopped in the first second
 _READ_SECONDS = 1.0  # in which others should have read which rank does not go on; the store ends with rank 0
 
 
@@ -169,7 +170,7 @@ class HealthWatch:
     def _exchange(self) -> None:
         store = clone_store(self._store)  # a connection of its own: the training thread may wait in the other one
         while True:
-            self._due.wait()
+            self._due.wait(None if self._is_known else _FIND_SECONDS)
             self._due.clear()
             is_last, beat = self._stopped.is_set(), self._beat
             if is_last:  # a new one, or the ranks that read all would take it for one that they know
