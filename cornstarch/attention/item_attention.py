@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from cornstarch.attention import backends, cudnn_attention
 from cornstarch.attention.interface import attention_forward, build_mask
 from cornstarch.attention.mask import round_up
-from cornstarch.compat import attention_kernels
+from cornstarch.compat import attention_kernels, count_changes
 from cornstarch.errors import UnsupportedModelError
 
 ITEM_IMPLEMENTATION = "cornstarch_flash"
@@ -74,39 +74,6 @@ def _list_items(bounds: Tensor) -> Tensor:
     lengths = nn.functional.pad(bounds.diff(), (0, round_up(count) + 1 - count))
     starts = torch.cat([bounds, bounds[-1:].expand(round_up(count) - count)])
     return cudnn_attention.sort_by_length(torch.stack([starts, lengths]))
-
-
-@dataclass(frozen=True, eq=False)
-class KnownBounds:
-    """Bounds that were seen, and what was made of them. While they are held, no others are at their address."""
-
-    bounds: Tensor
-    version: int | None
-    made: dict[str, Any] = field(default_factory=dict)
-
-    def is_of(self, bounds: Tensor, version: int | None) -> bool:
-        own = self.bounds
-        if (own.dtype, own.shape, own.device, self.version) != (bounds.dtype, bounds.shape, bounds.device, version):
-            return False
-        return own.data_ptr() == bounds.data_ptr() and (version is None or own._version == version)
-
-
-_KEPT = 4  # bounds: of items and of windows, in this forward pass and in one that is recomputed
-_known: tuple[KnownBounds, ...] = ()  # replaced, never changed: forward and backward passes run in different threads
-
-
-def _remember(bounds: Tensor, name: str, make: Callable[[], Made]) -> Made:
-    """Return what was made of these bounds before: all layers of an encoder are given the same."""
-    global _known
-    version = None if bounds.is_inference() else bounds._version
-    known = next((one for one in _known if one.is_of(bounds, version)), None)
-    if known is None:
-        known = KnownBounds(bounds, version)
-        _known = (*_known[1 - _KEPT :], known)
-    if name not in known.made:
-        known.made[name] = make()
-    made: Made = known.made[name]
-    return made
 
 
 class FlashItems(ItemKernel):
@@ -237,6 +204,38 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
     states = [one.contiguous() for one in states]
     bounds, longest = _read_bounds(bounds, longest)
     return select_item_kernel(states[1], longest).backward(states, bounds, longest, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownBounds:
+    """Bounds that were seen, and what was made of them. While they are held, no others are at their address."""
+
+    bounds: Tensor
+    changes: int | None
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def is_of(self, bounds: Tensor) -> bool:
+        own = self.bounds
+        is_there = own.device == bounds.device and own.data_ptr() == bounds.data_ptr()
+        is_alike = (own.dtype, own.shape, own.stride()) == (bounds.dtype, bounds.shape, bounds.stride())
+        return is_there and is_alike and self.changes == count_changes(own) == count_changes(bounds)
+
+
+_KEPT = 4  # bounds: of items and of windows, in this forward pass and in one that is recomputed
+_known: tuple[KnownBounds, ...] = ()  # replaced, never changed: forward and backward passes run in different threads
+
+
+def _remember(bounds: Tensor, name: str, make: Callable[[], Made]) -> Made:
+    """Return what was made of these bounds before: all layers of an encoder are given the same."""
+    global _known
+    known = next((one for one in _known if one.is_of(bounds)), None)
+    if known is None:
+        known = KnownBounds(bounds, count_changes(bounds))
+        _known = (*_known[1 - _KEPT :], known)
+    if name not in known.made:
+        known.made[name] = make()
+    made: Made = known.made[name]
+    return made
 
 
 def _read_bounds(bounds: Tensor, longest: int) -> tuple[Tensor, int]:

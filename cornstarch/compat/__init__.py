@@ -430,3 +430,8 @@ def describe_collective(entry: Mapping[str, Any]) -> str:
 def is_forked_after_cuda() -> bool:
     """Return whether this process was forked from one that had used CUDA, which then cannot be used here."""
     return bool(torch.cuda._is_in_bad_fork())
+
+
+def count_changes(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None for one of inference mode, where nobody counts."""
+    return None if tensor.is_inference() else tensor._version

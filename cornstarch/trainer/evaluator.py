@@ -199,7 +199,7 @@ class Evaluator:
     def _batches(self, source: DataSource) -> Iterator[Any]:
         loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
-        size = loop.batch_size // loop.microbatches // replica.count * replica.count
+        size = max(loop.batch_size // loop.microbatches // replica.count, 1) * replica.count
         workers = min(self._workers, -(-len(source) // size))
         ranks: dict[str, Any] = {"rank": replica.index, "ranks": replica.count}
         ranks["packed"] = self._pack_rows(source, order)

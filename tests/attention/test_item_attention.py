@@ -116,3 +116,23 @@ def test_choice_of_kernels_on_a_gpu() -> None:
     assert isinstance(item_attention.select_item_kernel(states, 999), item_attention.EfficientItems)
     with backends.use_attention("flex"):
         assert isinstance(item_attention.select_item_kernel(states.bfloat16(), 999), item_attention.FlashItems)
+
+
+def test_bounds_are_read_again_only_if_they_are_others() -> None:
+    reads: list[int] = []
+
+    def find_longest(bounds: torch.Tensor) -> int:
+        def read() -> int:
+            reads.append(int(bounds.diff().max()))
+            return reads[-1]
+
+        return item_attention._remember(bounds, "test", read)
+
+    bounds = torch.tensor([0, 3, 5])
+    assert [find_longest(bounds), find_longest(bounds), find_longest(bounds.detach())] == [3, 3, 3]
+    assert reads == [3]
+    bounds[1] = 4  # in place, at the same address
+    assert find_longest(bounds) == 4 and reads == [3, 4]
+    assert find_longest(torch.tensor([0, 1, 2])) == 1 and reads == [3, 4, 1]
+    others = [torch.tensor([0, 6, number]) for number in range(7, 17)]
+    assert [find_longest(one) for one in others] == [max(6, number - 6) for number in range(7, 17)]

@@ -124,13 +124,13 @@ def main() -> None:
     sys.argv = what[1:]
     run = runpy.run_module
 
-    def run_and_tell(*arguments: Any, **options: Any) -> Any:
+    def run_and_report(*arguments: Any, **options: Any) -> Any:
         begin()
         if "RANK" in os.environ:
             install()
         return run(*arguments, **options)
 
-    runpy.run_module = run_and_tell  # type: ignore[assignment]  # forked workers of a fork server call it, too
+    runpy.run_module = run_and_report  # type: ignore[assignment]  # forked workers of a fork server call it, too
     runpy.run_module(what[1], run_name="__main__", alter_sys=True)
 
 

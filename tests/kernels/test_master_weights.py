@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cornstarch.kernels import adamw
 from cornstarch.kernels.adamw import MasterAdamW
-from cornstarch.kernels.master_weights import find_master, join_master, round_to_weight, split_master
+from cornstarch.kernels.master_weights import GradientSums, find_master, join_master, round_to_weight, split_master
 
 EDGES = [
     0x00000000, -0x80000000, 0x00000001, 0x00008000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF,
@@ -128,3 +128,19 @@ def test_triton_steps_equal_float32_weights(gradient_dtype: torch.dtype) -> None
     nan.grad = torch.full_like(nan, torch.nan)
     broken.step()
     assert bool(nan.isnan().all())
+
+
+def test_gradients_of_microbatches_are_summed_in_float32() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    sums = GradientSums([weight, nn.Parameter(torch.ones(2))])
+    factors = (1.0, 2.0**-9, 2.0**-9)  # in bf16 the small ones are lost beside 1
+    with sums.collect():
+        for factor in factors:
+            (weight * factor).sum().backward()
+            assert weight.grad is None  # only the sum is kept
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    assert torch.equal(weight.grad, torch.full((4,), sum(factors)))
+    with sums.collect():  # a second block goes on from there
+        weight.sum().backward()
+    assert torch.equal(weight.grad, torch.full((4,), sum(factors) + 1))
